@@ -41,7 +41,7 @@ from jaxpp import _compat
 from jaxpp._program import Bundle, Free, Receive, Run, Send
 from jaxpp.planning._measure import _loaded as loaded
 from jaxpp.runtime.executor import _compile, _executor, held_bytes, over_time
-from jaxpp.runtime.local import _mesh
+from jaxpp.runtime.transport import _near
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("ranks", 4, "Pipeline ranks.")
@@ -149,11 +149,11 @@ def host_seconds(step: Any, state: tuple, batch: Any, repeats: int) -> dict[str,
 
     Without the waits for devices that lag behind, which the script does not have.
     """
-    waits, _mesh.RUN_AHEAD = _mesh.RUN_AHEAD, sys.maxsize
+    waits, _near.RUN_AHEAD = _near.RUN_AHEAD, sys.maxsize
     try:
         return _host_seconds(step, state, batch, repeats)
     finally:
-        _mesh.RUN_AHEAD = waits
+        _near.RUN_AHEAD = waits
 
 
 def _host_seconds(step: Any, state: tuple, batch: Any, repeats: int) -> dict[str, list[float]]:

@@ -1,21 +1,18 @@
 """`MpmdMesh`: all ranks in this process."""
 
 import contextlib
-import functools
 import math
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Message, Send
-from jaxpp._specs import Spec
+from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Send
 from jaxpp.runtime.arrays import (
     ArrayType,
     Home,
@@ -23,27 +20,27 @@ from jaxpp.runtime.arrays import (
     check_axes,
     check_layouts,
     devices_of,
-    from_host,
     homes_of,
     put_together,
-    sharding_in,
     sizes_of,
     to_host,
     with_stacked,
 )
 from jaxpp.runtime.executor import (
     Description,
-    Executor,
+    Dispatcher,
     Inspected,
+    RankStep,
     compile_all,
     describe,
     find_invalid,
     inspect,
-    interleave,
+    turns_of,
 )
 from jaxpp.runtime.local._feeds import Feed, Fetch, Place
 from jaxpp.runtime.local._tracing import LocalTracing
 from jaxpp.runtime.trace import Recorder, Trace, clock
+from jaxpp.runtime.transport import RUN_AHEAD, Near
 
 
 class MpmdMesh:
@@ -176,63 +173,6 @@ PROVIDED["mesh"] = lambda num_ranks: MpmdMesh((num_ranks,))
 PROVIDED["mesh_of"] = MpmdMesh
 
 
-#: The number of messages that a rank's dispatch may receive ahead of their arrival.
-RUN_AHEAD = 2
-
-
-class _LocalTransport:
-    """Moves arrays between ranks of one process, each shard from device to device.
-
-    Dispatch is asynchronous, and a computation takes its memory when it is dispatched. If the host
-    ran far ahead of the devices, a rank would hold more than its schedule says. So a receive waits
-    for the arrival of the message that came `RUN_AHEAD` receives before.
-    """
-
-    def __init__(self, homes: Sequence[Home]):
-        self._homes = homes
-        self._mail: dict[int, Any] = {}
-        self._recent: list[deque[Any]] = [deque() for _ in homes]
-
-    def clear(self) -> None:
-        """Forgets the messages of a step, also those that a failed step has left."""
-        self._mail.clear()
-        for recent in self._recent:
-            recent.clear()
-
-    def send(self, arrays: list[Any], message: Message) -> None:
-        source, target = self._homes[message.source], self._homes[message.target]
-        if target is not source:
-            kinds = tuple(map(_compat.memory_kind, message.avals))
-            arrays = _mover(source, target, message.specs, kinds)(arrays)
-        self._mail[message.tag] = arrays
-
-    def arrays_of(self, message: Message) -> list[Any]:
-        """Returns the arrays of a message that has not been received, on the devices they go to."""
-        return self._mail[message.tag]
-
-    def receive(self, message: Message) -> Any:
-        arrays = self._mail.pop(message.tag)
-        recent = self._recent[message.target]
-        recent.append(arrays[0])
-        if len(recent) > RUN_AHEAD:
-            oldest = recent.popleft()
-            if not oldest.is_deleted():
-                oldest.block_until_ready()
-        return arrays
-
-
-@functools.cache
-def _mover(
-    source: Home, target: Home, specs: tuple[Spec, ...], kinds: tuple[str | None, ...]
-) -> Callable[[list[Any]], Any]:
-    """Returns the function that moves a message's arrays from one home to another."""
-    if not isinstance(source, Mesh) and not isinstance(target, Mesh) and not any(kinds):
-        return _compat.copier_to(target)
-    split = specs or ((),) * len(kinds)
-    shardings = [sharding_in(target, *own) for own in zip(split, kinds, strict=True)]
-    return lambda arrays: jax.device_put(arrays, shardings)
-
-
 _NOTHING = contextlib.nullcontext()
 
 
@@ -250,23 +190,31 @@ class LocalStep:
         self.homes = homes
         self._tracing = tracing
         self._lock = lock
-        self.transport = transport = _LocalTransport(homes)
-        executables = compile_all(bundle, homes)
-        self.executors: list[Executor] = []
-        for program, own, home in zip(bundle.programs, executables, homes, strict=True):
-            calls = [own.get(n) for n in range(len(bundle.computations))]
-            executor = Executor(program, calls, transport, self._finder(home))
-            for slot, value in program.constants:
-                executor.slots[slot] = from_host(to_host(value), ArrayType.of(value), home)
-            self.executors.append(executor)
-        self.order = interleave(bundle.programs)
+        self.transport = Near(dict(enumerate(homes)))
+        self._dispatcher = Dispatcher(
+            [
+                RankStep(
+                    program,
+                    home,
+                    [own.get(n) for n in range(len(bundle.computations))],
+                    [(slot, ArrayType.of(v), to_host(v)) for slot, v in program.constants],
+                    find_invalid=self._finder(home),
+                )
+                for program, own, home in zip(
+                    bundle.programs, compile_all(bundle, homes), homes, strict=True
+                )
+            ],
+            turns_of(bundle.programs),
+            self.transport,
+        )
+        self.executors = list(self._dispatcher.executors.values())
+        self.order = self._dispatcher.order
         #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
         self._raises = any(
             _jaxprs.contains(e, _compat.is_error_if)
             for c in bundle.computations
             for e in c.jaxpr.eqns
         )
-        self._calls = [(self.executors[rank].execute, chunk) for rank, chunk in self.order]
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
         self.feeds = [
@@ -335,8 +283,7 @@ class LocalStep:
         if self._tracing.recorder is not None:
             self._dispatch_and_record(self._tracing.recorder)
             return
-        for execute, chunk in self._calls:
-            execute(chunk)
+        self._dispatcher.run()
 
     def _dispatch_and_record(self, recorder: Recorder) -> None:
         call, number = self._tracing.begin(self.bundle), id(self.bundle)

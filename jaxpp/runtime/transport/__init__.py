@@ -1,19 +1,13 @@
 """Moves arrays between processes: over sockets, or by JAX's server for transfers."""
 
-from jaxpp.runtime.transport._connections import Addresses as Addresses
-from jaxpp.runtime.transport._connections import Hello as Hello
-from jaxpp.runtime.transport._connections import Listener as Listener
-from jaxpp.runtime.transport._connections import connect as connect
-from jaxpp.runtime.transport._connections import warn_of_open_ports as warn_of_open_ports
-from jaxpp.runtime.transport._epoch import MOST_BYTES as MOST_BYTES
 from jaxpp.runtime.transport._errors import Aborted as Aborted
 from jaxpp.runtime.transport._errors import NotComputed as NotComputed
 from jaxpp.runtime.transport._errors import PeerLost as PeerLost
 from jaxpp.runtime.transport._errors import TransportError as TransportError
-from jaxpp.runtime.transport._frames import Bytes as Bytes
-from jaxpp.runtime.transport._frames import send_pieces as send_pieces
-from jaxpp.runtime.transport._frames import send_some as send_some
-from jaxpp.runtime.transport._frames import stream_of as stream_of
+from jaxpp.runtime.transport._handshake import Addresses as Addresses
+from jaxpp.runtime.transport._handshake import warn_of_open_ports as warn_of_open_ports
+from jaxpp.runtime.transport._near import RUN_AHEAD as RUN_AHEAD
+from jaxpp.runtime.transport._near import Near as Near
 from jaxpp.runtime.transport._processes import first_devices as first_devices
 from jaxpp.runtime.transport._processes import free_port as free_port
 from jaxpp.runtime.transport._processes import join_processes as join_processes

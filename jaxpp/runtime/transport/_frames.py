@@ -6,12 +6,11 @@ receiver can use it in the memory that it was read into.
 """
 
 import functools
-import io
 import itertools
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
@@ -33,7 +32,7 @@ ALIGNMENT = 64
 #: The most pieces that the system takes in one call (IOV_MAX on Linux).
 _MOST_PIECES = 1024
 _PADDING = bytes(ALIGNMENT)
-_HEADER = struct.Struct("<qqqq")
+_HEADER = struct.Struct("<qqqqq")
 HEADER_SIZE = _HEADER.size
 #: Bytes up to which a message is small. The caller of `send` writes it in one piece if it can do so
 #: at once; it is read together with its header, and the caller of `receive` makes its arrays.
@@ -46,11 +45,12 @@ Bytes = bytes | memoryview
 
 
 class Header(NamedTuple):
-    """The header of a message: its program, call and tag, and the number of bytes that follow."""
+    """The header of a message: its program, call, tag and source, and the bytes that follow."""
 
     program: int
     call: int
     tag: int
+    source: int
     nbytes: int
 
     def pack(self) -> bytes:
@@ -122,11 +122,10 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes]) -> None:
-    """Sends a message: `arrays` are the bytes of each array.
+def to_send(header: Header, arrays: Sequence[Bytes]) -> list[Bytes]:
+    """Returns the bytes of a message in pieces, a small one in one.
 
-    Raises:
-        OSError: if the connection ends first.
+    `arrays` are the bytes of each array.
     """
     pieces: list[Bytes] = [header.pack()]
     for array in arrays:
@@ -134,10 +133,16 @@ def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes
             pieces.append(array)
         if rest := -len(array) % ALIGNMENT:
             pieces.append(_PADDING[:rest])
-    if header.nbytes <= SMALL:
-        connection.sendall(b"".join(pieces))
-        return
-    send_pieces(connection, pieces)
+    return [b"".join(pieces)] if header.nbytes <= SMALL else pieces
+
+
+def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes]) -> None:
+    """Sends a message: `arrays` are the bytes of each array.
+
+    Raises:
+        OSError: if the connection ends first.
+    """
+    send_pieces(connection, to_send(header, arrays))
 
 
 def send_pieces(connection: socket.socket, pieces: list[Bytes]) -> None:
@@ -168,11 +173,6 @@ def send_some(
         sent -= len(pieces.pop(0))
     if sent:
         pieces[0] = memoryview(pieces[0])[sent:]
-
-
-def stream_of(connection: socket.socket) -> io.BufferedReader:
-    """Makes a stream that reads from a connection, small messages together in one system call."""
-    return cast(io.BufferedReader, connection.makefile("rb", READ_AHEAD))
 
 
 def header_in(data: memoryview) -> Header | None:

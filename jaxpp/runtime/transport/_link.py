@@ -1,16 +1,11 @@
-"""A connection to another rank, and how messages are read from it."""
+"""A connection to another process, and how messages are read from it."""
 
-import select
 import socket
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxpp.runtime.transport._frames import HEADER_SIZE, READ_AHEAD, SMALL, Header, header_in
-
-#: Milliseconds after which a thread that waits for a message asks whether it still has to.
-_PATIENCE = 10
 
 
 class Read(NamedTuple):
@@ -22,7 +17,7 @@ class Read(NamedTuple):
 
 
 class Link:
-    """A connection to another rank, from which one thread at a time reads.
+    """A connection to another process, from which one thread at a time reads.
 
     It reads small messages together, in one system call, and large ones into memory of their own.
     A thread may stop within a message; the next one goes on there.
@@ -34,10 +29,6 @@ class Link:
 
     def __init__(self, connection: socket.socket, begin: Callable[[Header], Any]):
         self.connection = connection
-        #: Held by the thread that reads.
-        self.turn = threading.Lock()
-        #: How often a thread that waited for a message has read here.
-        self.visits = 0
         self._begin = begin
         self._ahead = memoryview(bytearray(READ_AHEAD))
         self._at = self._end = 0  # of what has been read ahead
@@ -45,29 +36,17 @@ class Link:
         self._header: Header | None = None
         self._large: Any = None
         self._done = self._start = 0
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
 
-    def read(self, over: Callable[[], bool] | None = None) -> Read | None:
-        """Waits for a message; the caller has its turn.
-
-        Args:
-            over: tells whether to stop waiting; None waits until the connection ends.
-
-        Returns:
-            The message; None where `over` came first.
+    def read(self) -> Iterator[Read]:
+        """Reads once, what has come or comes next; gives the messages that are whole by then.
 
         Raises:
             EOFError: the connection has ended between messages.
             OSError: it has ended elsewhere.
         """
-        flags = socket.MSG_WAITALL if over is None else 0
-        while (found := self._whole()) is None:
-            while over is not None and not self._poll.poll(_PATIENCE):
-                if over():
-                    return None
-            self._receive(flags)
-        return found
+        self._receive()
+        while (found := self._whole()) is not None:
+            yield found
 
     def _whole(self) -> Read | None:
         """Returns the next message if all of it is there."""
@@ -94,18 +73,22 @@ class Link:
         self._header = self._large = None
         return Read(header, data, self._start)
 
-    def _receive(self, flags: int) -> None:
-        """Waits for more bytes."""
-        if self._large is not None:
-            count = self.connection.recv_into(self._large.data[self._done :], 0, flags)
-            self._done += count
-        else:
-            if self._end > len(self._ahead) - SMALL - HEADER_SIZE or self._at == self._end:
-                rest = bytes(self._ahead[self._at : self._end])
-                self._ahead[: len(rest)] = rest
-                self._at, self._end = 0, len(rest)
-            count = self.connection.recv_into(self._ahead[self._end :])
-            self._end += count
+    def _receive(self) -> None:
+        try:
+            if self._large is not None:
+                # All of the rest in one call: its sender is a thread that waits for nothing else.
+                rest = self._large.data[self._done :]
+                count = self.connection.recv_into(rest, 0, socket.MSG_WAITALL)
+                self._done += count
+            else:
+                if self._end > len(self._ahead) - SMALL - HEADER_SIZE or self._at == self._end:
+                    rest = bytes(self._ahead[self._at : self._end])
+                    self._ahead[: len(rest)] = rest
+                    self._at, self._end = 0, len(rest)
+                count = self.connection.recv_into(self._ahead[self._end :])
+                self._end += count
+        except BlockingIOError:  # nothing has come within the connection's limit of time
+            return
         if not count:
             if self._header is None and self._at == self._end:
                 raise EOFError

@@ -25,8 +25,8 @@ from jaxpp.runtime.arrays import (
     resplit,
     sharding_in,
 )
-from jaxpp.runtime.transport._connections import HANDSHAKE_TIMEOUT
 from jaxpp.runtime.transport._errors import PeerLost
+from jaxpp.runtime.transport._handshake import HANDSHAKE_TIMEOUT
 
 #: The bytes of a ticket.
 TICKET = 128

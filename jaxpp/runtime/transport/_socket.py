@@ -1,42 +1,120 @@
-"""`SocketTransport`: messages between ranks over stream sockets."""
+"""`SocketTransport`: messages between the ranks of a process and others. Who waits reads."""
 
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import queue
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import Home
-from jaxpp.runtime.transport import _connections
+from jaxpp.runtime.arrays import Home, is_ready
 from jaxpp.runtime.transport._buffers import BufferPool
-from jaxpp.runtime.transport._connections import Addresses, Hello, Kind
-from jaxpp.runtime.transport._epoch import Epoch
-from jaxpp.runtime.transport._errors import TransportError
-from jaxpp.runtime.transport._frames import Header, Unpacker
+from jaxpp.runtime.transport._errors import Aborted, NotComputed, PeerLost, TransportError
+from jaxpp.runtime.transport._frames import (
+    SMALL,
+    Bytes,
+    Header,
+    Unpacker,
+    padded,
+    send_frame,
+    send_some,
+    to_send,
+)
+from jaxpp.runtime.transport._handshake import Addresses, Door, Kind, connect
+from jaxpp.runtime.transport._link import Link, Read
+from jaxpp.runtime.transport._near import Near
 from jaxpp.runtime.transport._pull import Puller, Pulls
 
 #: The ways of arrays between ranks: over connections of some kind, or by JAX's transfers.
 Transport = Literal["auto", "unix", "tcp", "jax"]
+#: The memory of this host; no message has more bytes.
+MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Arrived(NamedTuple):
+    """A message that has come in: its arrays, or its bytes if it is small or its types unknown.
+
+    `start_ns` and `end_ns` are when its first byte was seen, and when it was ready.
+    """
+
+    source: int
+    nbytes: int
+    arrays: list[Any] | None
+    buffer: Any
+    start_ns: int
+    end_ns: int
+
+
+#: What has arrived, by program, call and tag.
+_Mail = dict[tuple[int, int, int], _Arrived]
+
+
+class _Outgoing(NamedTuple):
+    """A message, and what makes its bytes."""
+
+    header: Header
+    arrays: list[Any]
+    message: Message
+    unpack: Unpacker | Puller
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Peer:
+    """The connection to another process.
+
+    Args:
+        rank: the first rank of that process.
+        link: the connection.
+        thread: writes what cannot be written at once, from the first such message on.
+        acts: what the thread has to do; None ends it.
+        unsent: the number of these that are not done.
+        unread: the number of uses of each array whose value has not been read yet, by the id.
+        lost: the reason why the process cannot be reached any more; empty while it can.
+        ended: whether all that came from it has been read.
+    """
+
+    rank: int
+    link: Link
+    thread: threading.Thread | None = None
+    acts: "queue.SimpleQueue[Callable[[], None] | None]" = dataclasses.field(
+        default_factory=queue.SimpleQueue
+    )
+    unsent: int = 0
+    unread: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    lost: str = ""
+    ended: bool = False
 
 
 class SocketTransport:
-    """Sends and receives arrays over sockets: Unix sockets on one host, TCP between hosts.
+    """Sends and receives the arrays of the ranks of a process.
 
-    A send returns at once. Threads wait for the values and write them; other threads read messages
-    and make their arrays. Two ranks connect when one first has a message for the other. A message
-    that has been read is kept until it is received, so the schedule bounds the number of these.
+    Arrays go between ranks of the process from device to device, by `Near`; between processes over
+    sockets: Unix sockets on one host, TCP between hosts. Two processes have one connection.
+
+    A send returns at once: a small message that is ready is written by the caller; a thread of the
+    connection waits for the values of others and writes them. No thread reads. Who waits, for a
+    message, for sends, or for values, reads meanwhile what comes from all processes. So two that
+    send to each other cannot block each other: each of them comes to wait. A message that has been
+    read is kept until it is received, so the schedule bounds the number of these.
 
     Args:
-        rank: this rank.
-        home: where what arrives goes, split there as the message says. It comes as the bytes of
-            the whole array, once; where the rank has several processes, each has a transport of its
-            own, whose peers are those of the same number in other ranks, and sends its share.
+        homes: of each rank of this process its home: where what arrives goes, split there as the
+            message says. From another process it comes as the bytes of the whole array, once; where
+            a rank has several processes, each has a transport of its own, whose peers are those of
+            the same number in other ranks, and sends its share.
         secret: some bytes that the ranks have in common and nobody else has.
         address: the address of this host at which other hosts reach it; by default only processes
             of this host can connect.
-        kind: the sort of connections that this rank opens; `"auto"` takes Unix sockets where
+        kind: the sort of connections that this process opens; `"auto"` takes Unix sockets where
             it can.
         pulls: this process's part in JAX's transfers; with it the receiver pulls the arrays of each
             large message that is registered, and only what says so goes over the connection.
@@ -46,7 +124,8 @@ class SocketTransport:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jaxpp._program import Message
-        >>> a, b = [SocketTransport(rank, jax.devices()[0], b"secret") for rank in range(2)]
+        >>> home = jax.devices()[0]
+        >>> a, b = [SocketTransport({rank: home}, b"secret") for rank in range(2)]
         >>> for transport in (a, b):
         ...     transport.connect({0: a.addresses, 1: b.addresses})
         ...     transport.begin(1)
@@ -61,8 +140,7 @@ class SocketTransport:
 
     def __init__(
         self,
-        rank: int,
-        home: Home,
+        homes: Mapping[int, Home],
         secret: bytes,
         *,
         address: str | None = None,
@@ -70,76 +148,183 @@ class SocketTransport:
         pulls: Pulls | None = None,
         run_ahead: int = 2,
     ):
-        self.rank = rank
+        self.homes = dict(homes)
+        #: The first rank of this process, which stands for all of them.
+        self.rank = min(homes)
         self.kind: Kind = kind
         #: Records the times of messages, where it is not None: see `trace.Recorder`.
         self.recorder: Any = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
         self.on_failure: Callable[[BaseException], None] | None = None
-        self._home, self._secret, self._pulls = home, secret, pulls
+        self._secret, self._pulls = secret, pulls
+        #: The way of arrays between ranks of this process.
+        self.near = Near(self.homes)
         self._run_ahead = run_ahead
         self._pool = BufferPool()
-        self._peers: dict[int, Addresses] = {}
         #: What makes the arrays of messages, by their program and tag.
         self._unpackers: dict[tuple[int, int], Unpacker | Puller] = {}
         self._late: set[tuple[int, int]] = set()
         self._call, self._program = 0, 0
-        self._closed = False
-        self._begins = threading.Condition()
-        self._epoch = self._new_epoch(0)
-        self._listener = _connections.Listener(rank, secret, address, self._admit, self._serve)
+        #: The recorder for which a thread reads.
+        self._told: Any = None
+        #: Guards the state that threads share; signals what a thread may wait for.
+        self._changed = threading.Condition()
+        #: Tells whether a thread reads. A byte on `_bell` wakes it.
+        self._pumping = self._closed = False
+        self._bell, self._heard = socket.socketpair()
+        self._bell.setblocking(False)
+        self._begin_epoch(0)
+        self._door = Door(f"accept-{self.rank}", secret, address, self._admits, self._add)
 
-    def _new_epoch(self, number: int) -> Epoch:
-        return Epoch(
-            self.rank,
-            number,
-            self._pool,
-            self._unpackers,
-            self._open_to,
-            self._tell,
-            self._observe_sent,
-        )
+    def _begin_epoch(self, number: int) -> None:
+        self._number = number
+        self._error: BaseException | None = None
+        self._mail: _Mail = {}
+        #: For each rank the first rank of its process; None before `connect`.
+        self._firsts: dict[int, int] | None = None
+        #: The connections, by the first rank of the process.
+        self._peers: dict[int, _Peer] = {}
+        self.near.clear()
+        self._by_descriptor: dict[int, _Peer] = {}
+        self._poll = select.poll()
+        self._poll.register(self._heard, select.POLLIN)
 
-    # ---- addresses ------------------------------------------------------------------------------
+    # ---- connections ----------------------------------------------------------------------------
 
     @property
     def addresses(self) -> Addresses:
         """The addresses at which other ranks reach this one."""
-        return self._listener.addresses
+        return self._door.addresses
 
     def connect(self, peers: Mapping[int, Addresses]) -> None:
-        """Notes the addresses of the other ranks; connections are opened when they are needed."""
-        self._peers = dict(peers)
+        """Connects to the processes before this one; those behind it connect to this one.
 
-    def _open_to(self, rank: int, epoch: int) -> socket.socket:
-        if rank not in self._peers:
+        Once it has returned in all processes, they are connected. None listens any more then.
+
+        Args:
+            peers: the addresses of all ranks; those of one process are the same.
+
+        Raises:
+            PeerLost: a process is gone.
+            TransportError: a process is in another epoch, or has another secret.
+        """
+        found: dict[Addresses, int] = {}
+        firsts = {rank: found.setdefault(peers[rank], rank) for rank in sorted(peers)}
+        firsts |= dict.fromkeys(self.homes, self.rank)
+        for first in dict.fromkeys(firsts.values()):
+            if first < self.rank and first not in self._peers:
+                how = self._number, self.rank, first, peers[first], self._secret, self.kind
+                self._add(self._number, first, connect(*how))
+        with self._changed:
+            self._firsts = firsts
+            self._close_door()
+
+    def _admits(self, epoch: int, rank: int) -> bool:
+        return epoch == self._number and rank not in self._peers and not self._closed
+
+    def _add(self, epoch: int, rank: int, connection: socket.socket) -> None:
+        """Takes a connection in, unless the epoch has ended."""
+        with self._changed:
+            if not self._admits(epoch, rank):
+                connection.close()
+                return
+            peer = _Peer(rank, Link(connection, functools.partial(self._memory, rank)))
+            self._by_descriptor[connection.fileno()] = self._peers[rank] = peer
+            self._poll.register(connection, select.POLLIN)
+            self._wake()
+            self._close_door()
+
+    def _close_door(self) -> None:
+        """Lets nobody in any more once all are; the caller holds the lock."""
+        if self._firsts is not None and {*self._firsts.values()} <= {self.rank, *self._peers}:
+            self._door.close()
+
+    # ---- reading, by who waits ------------------------------------------------------------------
+
+    def _pump(self, over: Callable[[], bool]) -> None:
+        """Waits until it is over, and reads what comes meanwhile; the only place that waits."""
+        with self._changed:
+            number = self._number
+            while not over():
+                if number != self._number:
+                    raise Aborted("The transport was reset.")
+                if self._pumping:  # another thread does, and tells this one of it
+                    self._changed.wait()
+                    continue
+                self._pumping = True
+                self._changed.release()
+                try:
+                    for descriptor, _ in self._poll.poll(1000):
+                        self._read(descriptor)
+                finally:
+                    self._changed.acquire()
+                    self._pumping = False
+                    self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """Wakes the thread that reads; the caller holds the lock."""
+        if self._pumping:
+            with contextlib.suppress(OSError):  # it has bytes enough
+                self._bell.send(b"!")
+
+    def _read(self, descriptor: int) -> None:
+        peer = self._by_descriptor.get(descriptor)
+        if peer is None:
+            self._heard.recv(4096)
+            return
+        try:
+            for found in peer.link.read():
+                self._take(peer, found)
+        except (EOFError, OSError) as error:
+            self._poll.unregister(descriptor)
+            peer.ended = True
+            broke = f"it broke ({error})"
+            self._lose(peer, "its other end was closed" if isinstance(error, EOFError) else broke)
+        except BaseException as error:
+            self.abort(error)
+
+    def _memory(self, rank: int, header: Header) -> Any:
+        """Checks the header of a message from a rank; gives the memory for a large one."""
+        if not 0 <= header.nbytes <= MOST_BYTES:
             raise TransportError(
-                f"Rank {self.rank} has to reach rank {rank}, and knows only of ranks "
-                f"{sorted(self._peers)}; call connect with the addresses of all."
+                f"Rank {rank} announced a message of {header.nbytes} bytes to rank {self.rank}, "
+                f"which this host cannot hold; what came is no message of a rank."
             )
-        hello = Hello(epoch, self.rank, rank)
-        return _connections.connect(hello, self._peers[rank], self._secret, self.kind)
-
-    def _admit(self, hello: Hello) -> bool:
-        """Waits until this rank is in a peer's epoch; False where it has left that epoch."""
-        with self._begins:
-            self._begins.wait_for(
-                lambda: self._closed or self._epoch.number >= hello.epoch,
-                _connections.HANDSHAKE_TIMEOUT,
+        unpack = self._unpackers.get((header.program, header.tag))
+        if unpack is not None and unpack.nbytes != header.nbytes:
+            raise TransportError(
+                f"Rank {rank} sent {header.nbytes} bytes to rank {self.rank} under tag "
+                f"{header.tag}, where the program has {unpack.nbytes}; the ranks run different "
+                f"programs."
             )
-            return not self._closed and self._epoch.number == hello.epoch
+        return self._pool.take(header.nbytes) if header.nbytes > SMALL else None
 
-    def _serve(self, hello: Hello, connection: socket.socket) -> None:
-        epoch = self._epoch
-        if epoch.number == hello.epoch:
-            epoch.serve(hello.source, connection)
+    def _take(self, peer: _Peer, found: Read) -> None:
+        """Puts a message into the mail."""
+        unpack = self._unpackers.get((found.header.program, found.header.tag))
+        if isinstance(unpack, Puller):  # it waits in JAX, where nothing wakes it
+            name, args = f"pull-{self.rank}-{peer.rank}", (peer, self._mail, found, unpack)
+            threading.Thread(target=self._pull, args=args, name=name, daemon=True).start()
+        else:
+            at_once = unpack is not None and unpack.at_once
+            _put(self._mail, found, unpack if at_once else None)
+
+    def _pull(self, peer: _Peer, mail: _Mail, found: Read, unpack: Puller) -> None:
+        self._attempt(peer, lambda: _put(mail, found, unpack))
+        with self._changed:
+            self._wake()
+
+    def _listen(self, recorder: Any) -> None:
+        """Reads as long as there is a recorder, so that it hears when messages come."""
+        with contextlib.suppress(Aborted):
+            self._pump(lambda: self.recorder is not recorder or self._error is not None)
 
     # ---- messages -------------------------------------------------------------------------------
 
     def expect(
         self, messages: Iterable[Message], program: int = 0, late: Iterable[int] = ()
     ) -> None:
-        """Registers the messages that this rank sends and receives in a program.
+        """Registers the messages that these ranks send and receive in a program.
 
         Arrays of large registered messages are made as they come in. Those of other messages are
         made on the thread that receives them. What is sent under a `late` tag is copied first: a
@@ -147,9 +332,11 @@ class SocketTransport:
         """
         self._late |= {(program, tag) for tag in late}
         for message in messages:
-            unpack = Unpacker.of(message, self._home)
+            if message.source in self.homes and message.target in self.homes:
+                continue
+            unpack = Unpacker.of(message, self._home(message))
             if self._pulls is not None and unpack.at_once:
-                unpack = Puller(message, self._home, self._pulls)
+                unpack = Puller(message, self._home(message), self._pulls)
             self._unpackers[program, message.tag] = unpack
 
     def forget(self, program: int) -> None:
@@ -160,24 +347,143 @@ class SocketTransport:
 
     def _unpacker(self, message: Message) -> Unpacker | Puller:
         known = self._unpackers.get((self._program, message.tag))
-        return known or Unpacker.of(message, self._home)
+        return known or Unpacker.of(message, self._home(message))
+
+    def _home(self, message: Message) -> Home:
+        """Returns the home of the rank of this process that sends or receives a message."""
+        return self.homes[message.source if message.source in self.homes else message.target]
 
     def begin(self, call: int, program: int = 0) -> None:
         """Sets the call and the program of the next messages."""
         self._call, self._program = call, program
+        self.near.clear()
+        if self.recorder is not self._told:
+            self._told = self.recorder
+            if self._told is not None:
+                name, args = f"listen-{self.rank}", (self._told,)
+                threading.Thread(target=self._listen, args=args, name=name, daemon=True).start()
 
     def send(self, arrays: list[Any], message: Message) -> None:
-        """Starts to send arrays to a rank; does not wait.
+        """Starts to send arrays to a rank; does not wait, but for the rank to be connected.
 
         Raises:
             PeerLost: if that rank is gone.
             Aborted: if the transport was aborted, or an earlier value could not be computed.
+            TransportError: if nobody has named that rank.
         """
-        unpack = self._unpacker(message)
-        if (self._program, message.tag) in self._late:
+        late = (self._program, message.tag) in self._late
+        if message.target in self.homes:
+            self._check()
+            self.near.send(arrays, message, late=late)
+            return
+        peer, unpack = self._peer(message.target), self._unpacker(message)
+        if late:
             arrays = jax.device_put(arrays, may_alias=False)
-        header = Header(self._program, self._call, message.tag, unpack.nbytes)
-        self._epoch.send(header, unpack.prepared(arrays), message, unpack)
+        source, tag = message.source, message.tag
+        header = Header(self._program, self._call, tag, source, unpack.nbytes)
+        item = _Outgoing(header, unpack.prepared(arrays), message, unpack)
+        if not unpack.at_once and not peer.unsent and all(map(is_ready, item.arrays)):
+            self._attempt(peer, lambda: self._send_now(peer, item))
+            return
+        with self._changed:
+            peer.unread.update(map(id, item.arrays))
+        self._let_do(peer, functools.partial(self._send_later, peer, item))
+
+    def _peer(self, rank: int) -> _Peer:
+        """Returns the connection to a rank's process, once it is there."""
+        if self._error is None and (self._firsts is None or rank not in self._firsts):
+            raise TransportError(
+                f"Rank {self.rank} has to reach rank {rank}, and knows only of ranks "
+                f"{sorted(self._firsts or ())}; call connect with the addresses of all."
+            )
+        if self._peer_of(rank) is None:
+            self._pump(lambda: self._peer_of(rank) is not None or self._error is not None)
+        self._check(rank)
+        peer = self._peer_of(rank)
+        assert peer is not None
+        return peer
+
+    def _peer_of(self, rank: int) -> _Peer | None:
+        return self._peers.get((self._firsts or {}).get(rank, -1))
+
+    def _send_now(self, peer: _Peer, item: _Outgoing) -> None:
+        """Writes a message that is ready; a thread writes what the connection does not take now."""
+        pieces = to_send(item.header, self._values(item))
+        start = time.monotonic_ns()
+        with contextlib.suppress(BlockingIOError):
+            send_some(peer.link.connection, pieces)
+        if pieces:
+            rest = b"".join(pieces)
+            self._let_do(peer, lambda: peer.link.connection.sendall(rest))
+        if self.recorder is not None:
+            self.recorder.sent(item.header.call, item.message, start, time.monotonic_ns())
+
+    def _let_do(self, peer: _Peer, act: Callable[[], None]) -> None:
+        """Gives the thread of a connection something to do."""
+        with self._changed:
+            peer.unsent += 1
+            if peer.thread is None:
+                name = f"send-{self.rank}-{peer.rank}"
+                peer.thread = threading.Thread(
+                    target=self._do_all, args=(peer,), name=name, daemon=True
+                )
+                peer.thread.start()
+        peer.acts.put(act)
+
+    def _do_all(self, peer: _Peer) -> None:
+        """Writes what cannot be written at once, on a thread of its own."""
+        with peer.link.connection:
+            while (act := peer.acts.get()) is not None:
+                if not peer.lost and self._error is None and self._peers.get(peer.rank) is peer:
+                    self._attempt(peer, act)
+                del act  # it would hold the values while the thread waits for the next one
+                with self._changed:
+                    peer.unsent -= 1
+                    self._wake()
+
+    def _attempt(self, peer: _Peer, act: Callable[[], None]) -> None:
+        """Writes to a rank, or pulls from it; notes an error, which later calls raise."""
+        try:
+            act()
+        except OSError as error:
+            self._lose(peer, f"it broke ({error})")
+        except PeerLost as error:
+            self._lose(peer, error.reason)
+        except BaseException as error:
+            if self._peers.get(peer.rank) is peer:
+                self.abort(error)
+
+    def _send_later(self, peer: _Peer, item: _Outgoing) -> None:
+        try:
+            values = self._values(item)
+        finally:
+            with self._changed:
+                for number in map(id, item.arrays):
+                    peer.unread[number] -= 1
+                    if not peer.unread[number]:
+                        del peer.unread[number]
+                self._wake()
+        start = time.monotonic_ns()
+        send_frame(peer.link.connection, item.header, values)
+        if self.recorder is not None:
+            self.recorder.sent(item.header.call, item.message, start, time.monotonic_ns())
+
+    def _values(self, item: _Outgoing) -> list[Bytes]:
+        """Waits for the values of a message; returns their bytes."""
+        rank, names = item.message.target, item.message.names
+        try:
+            values = item.unpack.values(item.arrays)
+        except Exception as error:
+            error.add_note(
+                f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"
+            )
+            raise NotComputed(names[0]) from error
+        if (found := sum(map(padded, map(len, values)))) != item.header.nbytes:
+            raise TransportError(
+                f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
+                f"{item.header.tag}, and the arrays have {found}; this is a bug of the program."
+            )
+        return list(values)
 
     def receive(self, message: Message) -> list[Any]:
         """Waits for a message; returns its arrays.
@@ -187,23 +493,32 @@ class SocketTransport:
             Aborted: if the transport was aborted, or a value to send could not be computed.
             TransportError: if what arrived is something else.
         """
-        epoch, call = self._epoch, self._call
-        epoch.wait_for_sends(self._run_ahead)
-        key = self._program, call, message.tag
+        key, source = (self._program, self._call, message.tag), message.source
+        if source in self.homes:
+            self._check()
+            return self.near.receive(message)
+        if self._unsent > self._run_ahead:
+            self._pump(lambda: self._unsent <= self._run_ahead or self._error is not None)
+        if key not in self._mail:
+            self._pump(lambda: key in self._mail or self._ended(source))
+        arrived = self._mail.pop(key, None)
+        if arrived is None:
+            self._check(source)
+            raise AssertionError(f"no message {key}, and no error")
         unpack = self._unpacker(message)
-        # What pulls waits in JAX, where nothing wakes it; so a thread of the epoch does.
-        reads = self.recorder is None and self._pulls is None
-        arrived = epoch.receive(key, message.source, reads=reads)
-        nbytes = unpack.nbytes
-        if (arrived.source, arrived.nbytes) != (message.source, nbytes):
+        if (arrived.source, arrived.nbytes) != (source, unpack.nbytes):
             raise TransportError(
-                f"Rank {self.rank} waits for {nbytes} bytes from rank {message.source} under tag "
+                f"Rank {self.rank} waits for {unpack.nbytes} bytes from rank {source} under tag "
                 f"{message.tag}, and {arrived.nbytes} came from rank {arrived.source}; the ranks "
                 f"run different programs."
             )
         if self.recorder is not None:
-            self.recorder.received(call, message, arrived.start_ns, arrived.end_ns)
+            self.recorder.received(self._call, message, arrived.start_ns, arrived.end_ns)
         return unpack(arrived.buffer) if arrived.arrays is None else arrived.arrays
+
+    @property
+    def _unsent(self) -> int:
+        return sum(peer.unsent for peer in self._peers.values())
 
     def settle(self, arrays: list[Any]) -> None:
         """Waits until the sends have read the values of some arrays.
@@ -211,7 +526,14 @@ class SocketTransport:
         Once its value has been read, an array may be donated: the bytes being written stay
         unchanged. If it is donated before, its send fails.
         """
-        self._epoch.wait_for_values(arrays)
+        unread = [peer.unread for peer in self._peers.values() if peer.unread]
+        if unread:
+            numbers = list(map(id, arrays))
+            self._pump(
+                lambda: (
+                    self._error is not None or not any(n in own for own in unread for n in numbers)
+                )
+            )
 
     def flush(self) -> None:
         """Waits until all messages have left.
@@ -219,60 +541,119 @@ class SocketTransport:
         Raises:
             Aborted: if the transport was aborted, or a value to send could not be computed.
         """
-        self._epoch.wait_for_sends(0)
-        self._epoch.check()
-
-    def _observe_sent(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
-        if self.recorder is not None:
-            self.recorder.sent(call, message, start_ns, end_ns)
+        self._pump(lambda: not self._unsent or self._error is not None)
+        self._check()
 
     # ---- failure, and the end -------------------------------------------------------------------
 
-    def _tell(self, error: BaseException) -> None:
-        if self.on_failure is not None:
-            self.on_failure(error)
+    def _ended(self, rank: int) -> bool:
+        """Tells whether no message comes from a rank any more."""
+        peer = self._peer_of(rank)
+        return self._error is not None or (peer is not None and peer.ended)
+
+    def _check(self, rank: int | None = None) -> None:
+        """Raises an error if the transport was aborted, or if a rank is lost."""
+        if self._error is not None:
+            raise Aborted(
+                f"The messages of rank {self.rank} were aborted: "
+                f"{type(self._error).__name__}: {self._error}"
+            ) from self._error
+        if rank is not None and (peer := self._peer_of(rank)) is not None and peer.lost:
+            raise PeerLost(rank, peer.lost)
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        """Notes that a process cannot be reached, and wakes all threads that wait for it."""
+        with self._changed:
+            known = self._peers.get(peer.rank) is peer
+            if not known or peer.lost or self._error is not None:
+                return
+            peer.lost = reason
+            self._wake()
+        with contextlib.suppress(OSError):  # what has come already can still be read
+            peer.link.connection.shutdown(socket.SHUT_RDWR)
+        self._tell(PeerLost(peer.rank, reason))
 
     def abort(self, error: BaseException) -> None:
         """Ends all waits here: sends and receives raise `Aborted`, with `error` as the cause.
 
         Other ranks are not told. All sends and receives raise until the next reset.
         """
-        self._epoch.abort(error)
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error.__cause__ if isinstance(error, NotComputed) else error
+            self._mail.clear()
+            self._wake()
+        self._tell(error)
 
-    def reset(self, epoch: int, peers: Mapping[int, Addresses] | None = None) -> None:
-        """Starts afresh after a failure, with new connections; drops messages on their way.
+    def _tell(self, error: BaseException) -> None:
+        if self.on_failure is not None:
+            self.on_failure(error)
+
+    def reset(self, epoch: int) -> None:
+        """Starts afresh after a failure, without connections; drops messages on their way.
 
         Abort all ranks before the first one is reset. Else a rank would take the end of its
-        connections for the loss of a rank.
+        connections for the loss of a rank. Reset all before the first one connects.
 
         Args:
             epoch: a number that has not been used; the same on all ranks.
-            peers: where the ranks are now, if that has changed.
 
         Raises:
             ValueError: the epoch has been used.
-            TransportError: the transport accepts no connections any more.
+            TransportError: the transport can accept no connections any more.
         """
-        if self._closed or epoch <= self._epoch.number:
-            raise ValueError(
-                f"A transport in epoch {self._epoch.number} needs a later one, got {epoch}."
-            )
-        self._listener.check()
-        self._epoch.end()
-        if peers is not None:
-            self.connect(peers)
-        with self._begins:
-            self._epoch = self._new_epoch(epoch)
-            self._begins.notify_all()
+        if self._closed or epoch <= self._number:
+            raise ValueError(f"A transport in epoch {self._number} needs a later one, got {epoch}.")
+        self._end()
+        with self._changed:
+            self._begin_epoch(epoch)
+            self._told = None
+            try:
+                self._door.open()
+            except OSError as error:
+                raise TransportError(
+                    f"Rank {self.rank} does not accept connections any more ({error})."
+                ) from error
+
+    def _end(self) -> list[_Peer]:
+        """Ends all connections; each thread ends once its current work is over."""
+        with self._changed:
+            self._error = self._error or TransportError("it was reset or closed")
+            self._mail.clear()
+            peers = list(self._peers.values())
+            self._wake()
+        for peer in peers:
+            with contextlib.suppress(OSError):  # the other end may have closed it first
+                peer.link.connection.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pumping, 1)
+        for peer in peers:
+            if peer.thread is None:
+                peer.link.connection.close()
+            else:
+                peer.acts.put(None)  # the thread closes it
+        return peers
 
     def close(self) -> None:
         """Ends all connections and threads; waiting sends and receives raise `Aborted`."""
         if self._closed:
             return
-        with self._begins:
-            self._closed = True
-            self._begins.notify_all()
-        self._listener.close()
-        self._epoch.end()
-        self._epoch.join(timeout=5)
+        self._closed = True
+        self._door.close()
+        threads = [peer.thread for peer in self._end() if peer.thread is not None]
+        deadline = time.monotonic() + 5
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0))
+        self._bell.close()
+        self._heard.close()
         self._pool.clear()
+
+
+def _put(mail: _Mail, found: Read, unpack: Unpacker | Puller | None) -> None:
+    """Puts a message into the mail; `unpack` makes its arrays before."""
+    header, data, start = found
+    arrays, buffer = (None, data) if unpack is None else (unpack(data), None)
+    arrived = _Arrived(header.source, header.nbytes, arrays, buffer, start, time.monotonic_ns())
+    mail[header.program, header.call, header.tag] = arrived

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpp
 from jaxpp.runtime.executor import _compile
-from jaxpp.runtime.local import _mesh
+from jaxpp.runtime.transport import _near
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 2
 
@@ -202,7 +202,7 @@ def test_no_call_moves_state(placed, monkeypatch):
 
     x = batch(2)  # on the first device, where the first stage is
     monkeypatch.setattr(jax, "device_put", counted)
-    monkeypatch.setattr(_mesh, "_mover", lambda source, target, *_: lambda x: counted(x, target))
+    monkeypatch.setattr(_near, "_mover", lambda source, target, *_: lambda x: counted(x, target))
     step(*state, x)
     shared = len(set(step.mesh.devices)) == 1
     sent = [(a.shape, a.dtype) for p in step.programs for s in p.sends for a in s.message.avals]

@@ -3,7 +3,6 @@
 Runs with random faults are in `test_random_faults.py`.
 """
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 import unittest.mock
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +30,7 @@ from benchmarks.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
 from jaxpp.runtime.remote._failure import Death, Failure  # noqa: E402
 from jaxpp.runtime.remote._process import Process  # noqa: E402
-from jaxpp.runtime.remote._rank import Rank  # noqa: E402
-from jaxpp.runtime.transport import Listener, NotComputed  # noqa: E402
+from jaxpp.runtime.transport import NotComputed  # noqa: E402
 from tests.helpers import assert_same, wait_until  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 
@@ -325,9 +322,9 @@ class Unmade:
 @pytest.mark.parametrize("sent", [True, False])
 def test_an_error_that_is_met_in_a_fetch_is_of_the_task_that_a_sender_names(sent):
     transport, process = unittest.mock.Mock(), Process((1,))
-    own = Rank(1, 0, jax.devices()[0], transport, process._changed, process.fail, id)
-    process.ranks[1] = own
-    own.arrays[7] = Unmade()
+    transport.homes = {1: jax.devices()[0]}
+    process.have(transport, 0, id)
+    process.ranks[1].arrays[7] = Unmade()
     named = NotComputed("B1.0")
     named.__cause__ = Unmade.error
     later = threading.Timer(0.1, transport.on_failure, [named])
@@ -640,8 +637,7 @@ def test_a_slow_fetch_holds_up_no_step(mesh, step):
 
 
 def cut(process, rank):
-    for link in process.transport._epoch._channels[rank].links:
-        link.connection.shutdown(socket.SHUT_RDWR)
+    process.transport._peers[rank].link.connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, step):
@@ -659,27 +655,18 @@ def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, 
     assert pids(mesh) == before
 
 
-def listening(process):
-    del process
-    return [each.addresses for each in gc.get_objects() if isinstance(each, Listener)]
+def addresses(rank):
+    return rank.transport.addresses
 
 
-def test_200_connections_of_strangers_hold_up_no_restart(mesh, step, expected):
-    """At the listener of a worker; half say nothing, half garbage."""
-    found, before = mesh.apply(listening, {1: ()})[1], pids(mesh)
-    assert len(found) == 1
-    with contextlib.ExitStack() as stack:
-        for addresses in found:
-            for n in range(200):
-                connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-                connection.connect(addresses.unix)
-                connection.sendall(b"" if n % 2 else b"GET / HTTP/1.1")
-        began = time.monotonic()
-        mesh.restart()
-        got = jax.device_get(step(*begin(), batch()))
-        assert time.monotonic() - began < 5
+def test_nobody_connects_to_a_mesh_that_has_started(mesh, step, expected):
+    found, before = mesh.apply(addresses, {0: (), 1: ()}), pids(mesh)
+    for own in found.values():
+        with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(ConnectionRefusedError):
+            stranger.connect(own.unix)
+    mesh.restart()
+    assert_same(jax.device_get(step(*begin(), batch())), expected)
     assert pids(mesh) == before
-    assert_same(got, expected)
 
 
 def test_the_ports_that_other_hosts_reach_are_told(ray_session, caplog):
@@ -767,11 +754,13 @@ if __name__ == "__main__":
 """
 
 
-def accept_no_more(process):
-    """Ends the thread that accepts connections of other ranks."""
-    listeners: list[Any] = [found for found in gc.get_objects() if type(found) is Listener]
-    for listener in listeners:
-        listener.close()
+def accept_no_more(rank):
+    """Lets another process take the addresses of this one."""
+
+    def refuse():
+        raise OSError("the address is in use")
+
+    rank.transport._door.open = refuse
 
 
 def test_a_worker_that_accepts_no_connections_is_replaced(mesh):

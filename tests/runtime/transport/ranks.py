@@ -67,16 +67,29 @@ def resources():
     return threads, psutil.Process().num_fds()
 
 
+def join(ranks):
+    """Connects some ranks."""
+    for transport in ranks:
+        transport.connect({r: t.addresses for r, t in enumerate(ranks)})
+
+
+def reset(ranks, epoch):
+    """Resets some ranks, and connects them."""
+    for transport in ranks:
+        transport.reset(epoch)
+    join(ranks)
+
+
 @contextlib.contextmanager
 def connected(count=2, kinds: Any = "auto", **options):
     """Some ranks, each on a device of its own, which know each other."""
     ranks = [
-        SocketTransport(rank, jax.devices()[rank % 8], SECRET, kind=kinds, **options)
+        SocketTransport({rank: jax.devices()[rank % 8]}, SECRET, kind=kinds, **options)
         for rank in range(count)
     ]
     try:
+        join(ranks)
         for transport in ranks:
-            transport.connect({r: t.addresses for r, t in enumerate(ranks)})
             transport.begin(1)
         yield ranks
     finally:

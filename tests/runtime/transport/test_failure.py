@@ -1,15 +1,16 @@
 """Nothing waits for ever: not for a rank that is gone, that is no rank, or that was aborted."""
 
 import contextlib
+import multiprocessing.connection
 import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,11 @@ from jaxpp.runtime.transport import (
     PeerLost,
     SocketTransport,
     TransportError,
-    _connections,
-    _epoch,
+    _handshake,
 )
+from jaxpp.runtime.transport._frames import Header
 from tests.helpers import assert_same, wait_until
-from tests.runtime.transport.ranks import SECRET, blocked, connected, message
+from tests.runtime.transport.ranks import SECRET, blocked, connected, join, message, reset
 
 X = jnp.arange(1000)
 BIG = jnp.ones(16 << 20)
@@ -51,31 +52,20 @@ def test_abort_wakes_a_receive(pair):
     assert "the reason" in str(error) and took < 0.5
 
 
-def test_abort_wakes_a_thread_that_reads(pair, monkeypatch):
-    monkeypatch.setattr(_epoch, "PAUSE", 1.0)
+def test_abort_wakes_who_reads_a_large_message(pair):
+    """Though the rest of it does not come."""
     a, b = pair
-    waiting = blocked(b.receive, message([X]))
-    time.sleep(0.1)
-    a.send([X], message([X]))
-    waiting()  # from now on the thread of the connection leaves it to the one that waits
-    waiting = blocked(b.receive, message([X], 1))
-    link = b._epoch._channels[0].links[0]
-    assert wait_until(lambda: link.visits and link.turn.locked(), 1)
+    header = Header(0, 1, 0, 0, BIG.nbytes).pack()
+    a._peer(1).link.connection.sendall(header + bytes(1000))
+    waiting = blocked(b.receive, message([BIG]))
+    time.sleep(0.2)
     b.abort(KeyError("the reason"))
     error, took = timed(waiting)
     assert isinstance(error, Aborted) and took < 0.5
 
 
-def stop_reading(transport):
-    """Keeps the threads of a rank from reading, as if its process was stopped; gives the end."""
-    go_on = threading.Event()
-    take = transport._pool.take
-    transport._pool.take = lambda nbytes: (go_on.wait(10), take(nbytes))[1]
-    return go_on.set
-
-
 def test_abort_wakes_who_waits_for_what_cannot_leave(pair):
-    go_on = stop_reading(pair[1])
+    """Rank 1 reads nothing, as if its process was stopped."""
     for tag in range(4):
         pair[0].send([BIG], message([BIG], tag))
     waiting = [
@@ -91,9 +81,7 @@ def test_abort_wakes_who_waits_for_what_cannot_leave(pair):
         assert isinstance(error, Aborted) and took < 0.5
     start = time.monotonic()
     pair[0].close()
-    took = time.monotonic() - start
-    go_on()
-    assert took < 1
+    assert time.monotonic() - start < 1
 
 
 def test_after_abort_everything_raises_until_reset(pair):
@@ -116,8 +104,7 @@ def test_reset_drops_what_was_on_its_way(pair):
         a.send([BIG], message([BIG], 1))
         for transport in pair:
             transport.abort(ValueError("the reason"))
-        for transport in pair:
-            transport.reset(epoch)
+        reset(pair, epoch)
         a.send([X - epoch], message([X]))
         assert_same(b.receive(message([X])), [X - epoch])
         back = message([X], 1, 1, 0)
@@ -125,24 +112,29 @@ def test_reset_drops_what_was_on_its_way(pair):
         assert_same(a.receive(back), [X])
 
 
-def test_a_rank_that_is_reset_first_waits_for_the_other(pair):
-    a, b = pair
-    a.reset(1)
-    a.send([X], message([X]))
-    time.sleep(0.3)
-    b.reset(1)
-    assert_same(blocked(b.receive, message([X]))(), [X])
+def test_a_waiter_that_is_late_to_wake_does_not_wait_in_the_next_epoch(pair):
+    waiting = [blocked(t.receive, message([X], 9, 1 - t.rank, t.rank)) for t in pair]
+    time.sleep(0.1)
+    for transport in pair:
+        transport.abort(ValueError("the reason"))
+    reset(pair, 1)
+    for wait in waiting:
+        with pytest.raises(Aborted):
+            wait()
 
 
 def test_a_rank_that_was_left_behind(pair):
     a, b = pair
-    b.reset(2)
-    a.reset(1)
-    a.send([X], message([X]))
-    with pytest.raises(Aborted, match="has left epoch 1"):
-        blocked(a.receive, message([X], 1, 1, 0))()
+    a.reset(2)
+    b.reset(1)
+    with pytest.raises(TransportError, match="is not in epoch 1, in which rank 1 is"):
+        join(pair)
     with pytest.raises(ValueError, match="epoch 2 needs a later one, got 2"):
-        b.reset(2)
+        a.reset(2)
+    b.reset(2)
+    join(pair)
+    a.send([X], message([X]))
+    assert_same(blocked(b.receive, message([X]))(), [X])
 
 
 # ---- a rank that is gone ------------------------------------------------------------------------
@@ -174,14 +166,13 @@ def test_a_connection_that_is_cut_is_what_both_ends_name(pair):
     assert_same(b.receive(message([X])), [X])
     waiting = [blocked(a.receive, message([X], 1, 1, 0)), blocked(b.receive, message([X], 2))]
     time.sleep(0.1)
-    a._epoch._channels[1].links[0].connection.shutdown(socket.SHUT_RDWR)
+    a._peer(1).link.connection.shutdown(socket.SHUT_RDWR)
     for wait, other in zip(waiting, (1, 0), strict=True):
         error, took = timed(wait)
         assert isinstance(error, PeerLost) and error.rank == other and took < 0.5
         assert str(error).startswith(f"The connection to rank {other} is lost: ")
         assert "gone" not in str(error)
-    for transport in pair:
-        transport.reset(1)
+    reset(pair, 1)
     a.send([X], message([X]))
     assert_same(b.receive(message([X])), [X])
 
@@ -200,9 +191,26 @@ def test_other_ranks_are_not_lost_with_one():
 
 
 def test_a_rank_that_is_gone_before_it_was_heard_of(pair):
+    for transport in pair:
+        transport.reset(1)
     pair[0].close()
-    error, took = timed(blocked(pair[1].receive, message([X])))
+    error, took = timed(blocked(join, pair))
     assert isinstance(error, PeerLost) and error.rank == 0 and took < 0.5
+
+
+def test_what_came_before_the_end_is_received_though_a_send_has_failed(pair):
+    a, b = pair
+    for tag in range(3):
+        a.send([X], message([X], tag))
+    a.close()
+    back = message([BIG], 9, 1, 0)
+    with contextlib.suppress(PeerLost):
+        b.send([BIG], back)
+        b.flush()
+    for tag in range(3):
+        assert_same(blocked(b.receive, message([X], tag))(), [X])
+    with pytest.raises(PeerLost):
+        blocked(b.receive, message([X], 3))()
 
 
 PEER = """
@@ -210,7 +218,7 @@ import sys, pickle, time
 import jax, jax.numpy as jnp
 from jaxpp.runtime.transport import SocketTransport
 from tests.runtime.transport.ranks import SECRET, message
-transport = SocketTransport(1, jax.devices()[0], SECRET, kind=sys.argv[1])
+transport = SocketTransport({1: jax.devices()[0]}, SECRET, kind=sys.argv[1])
 sys.stdout.buffer.write(pickle.dumps(transport.addresses).hex().encode() + b"\\n")
 sys.stdout.flush()
 transport.connect({0: pickle.loads(bytes.fromhex(sys.stdin.readline()))})
@@ -233,7 +241,7 @@ def other_process(request):
         stdout=subprocess.PIPE,
         env=environment,
     )
-    transport = SocketTransport(0, jax.devices()[0], SECRET, kind=request.param)
+    transport = SocketTransport({0: jax.devices()[0]}, SECRET, kind=request.param)
     try:
         transport.connect({1: pickle.loads(bytes.fromhex(peer.stdout.readline().decode()))})
         peer.stdin.write(pickle.dumps(transport.addresses).hex().encode() + b"\n")
@@ -276,67 +284,76 @@ def opened(transport, kind):
     return connection
 
 
+@contextlib.contextmanager
 def strangers(transport, kind, count=200):
-    """Connections of which a third says nothing, a third garbage, and the rest half a handshake."""
-    hello = _connections._HELLO.pack(_connections._MAGIC, 0, 0, transport.rank, bytes(32))
-    found = [opened(transport, kind) for _ in range(count)]
-    for n, connection in enumerate(found):
-        said = (b"", np.random.RandomState(n).bytes(40 + n), hello)[n % 3]
-        with contextlib.suppress(OSError):  # it has been closed already
-            connection.sendall(said)
-    return found
+    """Connections of which a third says nothing, a third garbage, the rest what looks right."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(opened(transport, kind)) for _ in range(count)]
+        for n, connection in enumerate(found):
+            answer = struct.pack("!i", 16) + bytes(16)
+            said = (b"", np.random.RandomState(n).bytes(40 + n), answer)[n % 3]
+            with contextlib.suppress(OSError):  # it has been closed already
+                connection.sendall(said)
+        yield found
 
 
 def is_closed(connection):
     connection.settimeout(2)
     with contextlib.suppress(ConnectionResetError):
         while found := connection.recv(1000):
-            assert len(found) <= 64  # what an accepting end proves
+            assert len(found) <= 256  # what a handshake says
     return True
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_200_strangers_disturb_nobody(kind):
-    """They get no thread, ranks connect beside them, and reset and close do not wait for them."""
+    """Ranks connect beside them; then they have to go, and nobody else can come."""
     with connected(2, "auto" if kind == "unix" else "tcp") as (a, b):
-        threads = threading.active_count()
-        with contextlib.ExitStack() as stack:
-            outside = [stack.enter_context(c) for c in strangers(b, kind)]
+        for transport in (a, b):
+            transport.abort(ValueError("the reason"))
+        for transport in (a, b):
+            transport.reset(1)
+        with strangers(a, kind) as outside:
             start = time.monotonic()
-            a.send([X], message([X]))
-            assert_same(blocked(b.receive, message([X]))(), [X])
-            assert time.monotonic() - start < 1
-            assert threading.active_count() <= threads + 3  # a sends; both receive
-            start = time.monotonic()
-            for transport in (a, b):
-                transport.abort(ValueError("the reason"))
-            for transport in (a, b):
-                transport.reset(1)
+            join((a, b))
             a.send([X + 1], message([X]))
             assert_same(blocked(b.receive, message([X]))(), [X + 1])
             assert time.monotonic() - start < 1
-            start = time.monotonic()
-            b.close()
-            assert time.monotonic() - start < 1
             assert all(is_closed(connection) for connection in outside)
+            accepting = lambda: [t for t in threading.enumerate() if t.name.startswith("accept")]  # noqa: E731
+            assert wait_until(lambda: not accepting(), 2)
+        with pytest.raises(ConnectionRefusedError):
+            opened(a, kind)
+
+
+def test_close_does_not_wait_for_strangers(pair):
+    a, _ = pair
+    a.reset(1)
+    with strangers(a, "unix") as outside:
+        start = time.monotonic()
+        a.close()
+        assert time.monotonic() - start < 1
+        assert all(is_closed(connection) for connection in outside)
 
 
 def test_strangers_that_come_again_and_again_keep_no_rank_out():
     """However many are open, the oldest gives way."""
-    most = _connections._MOST_HANDSHAKES
     with connected(2) as (a, b), contextlib.ExitStack() as stack:
-        outside = [stack.enter_context(opened(b, "unix")) for _ in range(most + 50)]
+        for transport in (a, b):
+            transport.reset(1)
+        count = _handshake.MOST_HANDSHAKES + 50
+        outside = [stack.enter_context(opened(a, "unix")) for _ in range(count)]
+        assert all(is_closed(connection) for connection in outside[:50])
+        join((a, b))
         a.send([X], message([X]))
         assert_same(blocked(b.receive, message([X]))(), [X])
-        assert all(is_closed(connection) for connection in outside[:50])
-        outside[-1].settimeout(0.05)
-        with pytest.raises(TimeoutError):
-            outside[-1].recv(1)
 
 
-def test_a_process_without_descriptors_accepts_again_when_it_has_some(monkeypatch):
+def test_a_process_without_descriptors_accepts_again_when_it_has_some():
     with connected(2) as (a, b), contextlib.ExitStack() as stack:
-        outside = [stack.enter_context(opened(b, "tcp")) for _ in range(3)]
+        for transport in (a, b):
+            transport.reset(1)
+        outside = [stack.enter_context(opened(a, "tcp")) for _ in range(3)]
         time.sleep(0.1)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         waiting = stack.enter_context(socket.socket())
@@ -347,64 +364,63 @@ def test_a_process_without_descriptors_accepts_again_when_it_has_some(monkeypatc
             with contextlib.suppress(OSError):
                 while True:
                     free.append(os.dup(0))
-            waiting.connect(b.addresses.tcp)
+            waiting.connect(a.addresses.tcp)
             assert is_closed(outside[0])  # it made room
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for number in free:
                 os.close(number)
-        a.send([X], message([X]))
-        assert_same(blocked(b.receive, message([X]))(), [X])
-
-
-def test_a_rank_that_gets_no_thread_is_refused_and_the_next_is_accepted(monkeypatch):
-    with connected(2) as (a, b):
-        with monkeypatch.context() as without_threads:
-            start = unittest.mock.Mock(side_effect=RuntimeError("can't start new thread"))
-            without_threads.setattr(threading.Thread, "start", start)
-            with pytest.raises(PeerLost, match="ended the connection before it was open"):
-                _connections.connect(_connections.Hello(0, 0, 1), b.addresses, SECRET)
+        join((a, b))
         a.send([X], message([X]))
         assert_same(blocked(b.receive, message([X]))(), [X])
 
 
 def test_silent_connections_are_closed(monkeypatch):
-    monkeypatch.setattr(_connections, "HANDSHAKE_TIMEOUT", 0.2)
-    with connected(2) as (_, b):
-        with opened(b, "tcp") as silent:
-            silent.settimeout(2)
-            assert silent.recv(1) == b""
+    monkeypatch.setattr(_handshake, "HANDSHAKE_TIMEOUT", 0.2)
+    with connected(2) as (a, _):
+        a.reset(1)
+        with opened(a, "tcp") as silent:
+            assert is_closed(silent)
 
 
 @pytest.mark.parametrize("kind", ["auto", "tcp"])
 def test_a_wrong_secret_is_refused(kind):
+    """Of who connects, and of who is connected to."""
     with connected(2, kind) as (a, b):
-        wrong = SocketTransport(0, jax.devices()[0], b"another secret", kind=kind)
-        try:
-            wrong.connect({1: b.addresses})
-            wrong.begin(1)
-            wrong.send([X], message([X]))
-            with pytest.raises(TransportError, match="secret"):
-                blocked(wrong.receive, message([X], 1, 1, 0))()
-        finally:
-            wrong.close()
+        for transport in (a, b):
+            transport.reset(1)
+        for rank, right in ((1, a), (0, b)):
+            wrong = SocketTransport({rank: jax.devices()[0]}, b"another secret", kind=kind)
+            try:
+                wrong.reset(1)
+                with pytest.raises(TransportError, match="do not have the same secret"):
+                    join((wrong, right) if rank == 0 else (right, wrong))
+            finally:
+                wrong.close()
+        join((a, b))
         a.send([X + 1], message([X]))
         assert_same(b.receive(message([X])), [X + 1])
 
 
 def test_who_knows_no_secret_cannot_pose_as_one_who_does():
-    """What the accepting end proves is of no use to prove oneself to it."""
-    with connected(2) as (_, b):
-        hello = _connections._HELLO.pack(_connections._MAGIC, 0, 0, 1, bytes(32))
-        with opened(b, "unix") as connection:
-            connection.sendall(hello)
-            connection.sendall(connection.recv(64)[32:])
-            connection.settimeout(2)
-            assert connection.recv(1) == b""
+    """A rank proves nothing to who has not: so nobody can let it answer its own question."""
+    with connected(2) as (a, _):
+        a.reset(1)
+        with opened(a, "unix") as connection:
+            words = multiprocessing.connection.Connection(os.dup(connection.fileno()))
+            with words:
+                question = words.recv_bytes(256)
+                words.send_bytes(question)
+                answers = []
+                with contextlib.suppress(EOFError, OSError):
+                    while True:
+                        answers.append(words.recv_bytes(256))
+            assert answers in ([], [b"#FAILURE#"])
 
 
 def test_the_secret_and_the_names_do_not_show():
     with connected(2, "auto") as (a, _):
+        a.reset(1)
         assert SECRET not in repr(a.addresses).encode()
         assert a.addresses.tcp[0] == "127.0.0.1"
         listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
@@ -415,19 +431,17 @@ def test_a_rank_of_another_host_needs_an_address():
     import dataclasses
 
     with connected(2) as (a, b):
-        elsewhere = dataclasses.replace(b.addresses, host="elsewhere")
-        a.connect({1: elsewhere})
-        a.send([X], message([X]))
-        with pytest.raises(Aborted, match="listens only for processes of its own host"):
-            blocked(a.receive, message([X], 1, 1, 0))()
+        b.reset(1)
+        with pytest.raises(TransportError, match="listens only for processes of its own host"):
+            b.connect({0: dataclasses.replace(a.addresses, host="elsewhere")})
 
 
 def test_ports_for_other_hosts_are_told_and_those_of_this_host_are_not(caplog):
-    own = _connections.Addresses("here", b"name", ("127.0.0.1", 7))
-    others = [_connections.Addresses("there", None, ("10.77.0.1", port)) for port in (12, 11)]
-    _connections.warn_of_open_ports([own])
+    own = _handshake.Addresses("here", b"name", ("127.0.0.1", 7))
+    others = [_handshake.Addresses("there", None, ("10.77.0.1", port)) for port in (12, 11)]
+    _handshake.warn_of_open_ports([own])
     assert not caplog.records
-    _connections.warn_of_open_ports([own, *others])
+    _handshake.warn_of_open_ports([own, *others])
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("jaxpp", "WARNING")
     assert "of other hosts at 10.77.0.1 port 11, 12." in record.getMessage()

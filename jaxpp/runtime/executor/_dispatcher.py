@@ -1,0 +1,132 @@
+"""`Dispatcher`: runs what the ranks of one process have of a step, all on the caller's thread."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxpp._program import Instruction, Message, Program, Receive, Run, Send
+from jaxpp.runtime.arrays import ArrayType, Home, from_host
+from jaxpp.runtime.executor._executor import Chunk, Executor, Transport, chunks, interleave
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankStep:
+    """What a rank has of a step, and where it runs that.
+
+    Args:
+        program: what it runs.
+        home: where it runs.
+        executables: for each computation its executable, or None where the rank does not run it.
+        constants: for each constant of the program its slot, its type, and its bytes.
+        donated: by computation, the positions of the arguments whose memory it takes.
+        find_invalid: see `Executor`.
+    """
+
+    program: Program
+    home: Home
+    executables: Sequence[Any]
+    constants: Sequence[tuple[int, ArrayType, Any]] = ()
+    donated: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    find_invalid: Callable[[int, Sequence[Any]], str | None] = lambda number, args: None
+
+
+class Dispatcher:
+    """Dispatches a step on the ranks of one process, on one thread, in the order of all ranks.
+
+    Two processes that each keep to one order of all ranks cannot wait for each other: the earliest
+    piece that is not done waits only for earlier ones. One thread for all ranks is faster than one
+    for each, which would take turns at Python's lock.
+
+    Args:
+        ranks: what these ranks have of the step.
+        turns: the ranks, of this process and of others, in the order in which their pieces are
+            dispatched: `turns_of` the programs of all.
+        transport: the way of these ranks' arrays to each other, and to other ranks.
+    """
+
+    def __init__(self, ranks: Sequence[RankStep], turns: Sequence[int], transport: Transport):
+        #: The executor of each rank.
+        self.executors: dict[int, Executor] = {}
+        pieces: dict[int, list[Chunk]] = {}
+        for own in ranks:
+            executor = Executor(own.program, own.executables, transport, own.find_invalid)
+            for slot, array_type, value in own.constants:
+                executor.slots[slot] = from_host(value, array_type, own.home)
+            self.executors[own.program.rank] = executor
+            pieces[own.program.rank] = chunks(own.program)[::-1]
+        #: The pieces of these ranks' programs in the order of their dispatch.
+        self.order = [(rank, pieces[rank].pop()) for rank in turns if rank in pieces]
+        self._runs = [
+            (self.executors[rank], tuple(itertools.chain(*(chunk for _, chunk in run))))
+            for rank, run in itertools.groupby(self.order, lambda piece: piece[0])
+        ]
+        #: What these ranks send and receive; a transport may want to know that before a call.
+        self.messages: list[Message] = [
+            i.message
+            for own in ranks
+            for i in own.program.instructions
+            if isinstance(i, Send | Receive)
+        ]
+        #: The tags of messages whose arrays a later computation may take the memory of.
+        self.late = frozenset().union(*(_sent_before_donated(r.program, r.donated) for r in ranks))
+        self._running: Executor | None = None
+
+    def run(self, execute: Callable[[Executor, Chunk], None] = Executor.execute) -> None:
+        """Dispatches the step; its inputs are in their slots.
+
+        An error leaves `at` where it was raised.
+
+        Args:
+            execute: lets an executor run some instructions in order.
+        """
+        for executor, chunk in self._runs:
+            self._running = executor
+            execute(executor, chunk)
+        self._running = None
+
+    @property
+    def at(self) -> tuple[int, Instruction] | None:
+        """The rank and the instruction that is dispatched now, or was when `run` raised."""
+        running = self._running
+        if running is None or running.at is None:
+            return None
+        return running.program.rank, running.at
+
+    def clear(self) -> None:
+        """Forgets all values but the constants, after a step that has failed."""
+        self._running = None
+        for executor in self.executors.values():
+            kept = {slot for slot, _ in executor.program.constants}
+            executor.at = None
+            executor.slots[:] = [x if i in kept else None for i, x in enumerate(executor.slots)]
+
+
+def turns_of(programs: Sequence[Program]) -> list[int]:
+    """Returns the ranks in the order in which pieces of their programs are dispatched.
+
+    Raises:
+        RuntimeError: if the programs wait for each other.
+    """
+    return [rank for rank, _ in interleave(programs)]
+
+
+def _sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """Finds the messages whose arrays are donated to a later computation of the program."""
+    found: set[int] = set()
+    sent: dict[int, set[int]] = collections.defaultdict(set)
+    for instruction in program.instructions:
+        match instruction:
+            case Send(slots, message):
+                for slot in slots:
+                    sent[slot].add(message.tag)
+            case Run(computation, inputs, outputs, _):
+                for position in donated.get(computation, ()):
+                    found |= sent[inputs[position]]
+                for slot in outputs:
+                    sent.pop(slot, None)
+            case Receive(slots, _):
+                for slot in slots:
+                    sent.pop(slot, None)
+    return frozenset(found)
