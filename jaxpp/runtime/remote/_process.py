@@ -161,14 +161,14 @@ class Process:
             self.fail(error)
 
     def _dispatch(self, dispatcher: Dispatcher, call: Call) -> None:
-        """Dispatches what the ranks run in a step; records it where they are traced."""
-        if all(rank.recorder is None for rank in self.ranks.values()):
-            dispatcher.run()
-            return
+        """Dispatches what the ranks run in a step; records it where a rank is traced."""
 
         def execute(executor: Executor, chunk: Any) -> None:
             recorder = self.ranks[executor.program.rank].recorder
-            recorder.execute(executor, chunk, call.number, call.step)
+            if recorder is None:
+                executor.execute(chunk)
+            else:
+                recorder.execute(executor, chunk, call.number, call.step)
 
         dispatcher.run(execute)
 
