@@ -85,7 +85,7 @@ def one_way(rank, pipe, case):
     home, secret = jax.devices()[0], b"of the benchmark"
     pulls = Pulls(home) if case.kind == "jax" else None
     kind: Any = "auto" if pulls else case.kind
-    transport = SocketTransport(rank, home, secret, kind=kind, pulls=pulls)
+    transport = SocketTransport({rank: home}, secret, kind=kind, pulls=pulls)
     try:
         pipe.send(transport.addresses)
         transport.connect({1 - rank: pipe.recv()})

@@ -77,9 +77,10 @@ class WorkerGroup:
         self._coordinators: list[str | None] = [None] * settings.num_ranks
         #: The calls of steps that some rank may not have dispatched yet, the oldest first.
         self._flying: collections.deque[Pending] = collections.deque()
-        every = settings.processes_per_rank
-        numbers = [(rank, p) for rank in range(settings.num_ranks) for p in range(every)]
-        self.members = [Member(n, (rank,), p, every) for n, (rank, p) in enumerate(numbers)]
+        every, many = settings.processes_per_rank, settings.ranks_per_process
+        ranks = [tuple(range(n, n + many)) for n in range(0, settings.num_ranks, many)]
+        numbers = [(own, p) for own in ranks for p in range(every)]
+        self.members = [Member(n, own, p, every) for n, (own, p) in enumerate(numbers)]
         with contextlib.ExitStack() as undo:
             self._session = join_session()
             undo.callback(leave_session, self._session)
@@ -250,14 +251,14 @@ class WorkerGroup:
         for member, hello in zip(fresh, hellos, strict=True):
             self._check(member, hello)
             member.hello = hello
-        warn_of_open_ports([a for hello in hellos for a in hello.addresses.values()])
+        warn_of_open_ports([hello.addresses for hello in hellos])
         self._watch = Watch(self.members, self._settings.heartbeat_timeout, self._describe)
         self._watch.start()
         # Processes of the same number in their ranks send to each other.
         peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)
         for member in self.members:
             assert member.hello is not None
-            peers[member.process] |= member.hello.addresses
+            peers[member.process] |= dict.fromkeys(member.ranks, member.hello.addresses)
         self.send(Process.connect, {m.worker: (peers[m.process],) for m in self.members}).values()
 
     def _new_actor(self, member: Member) -> Any:

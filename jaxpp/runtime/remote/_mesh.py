@@ -30,11 +30,11 @@ PRINTING = 0.5
 
 
 class RemoteMpmdMesh:
-    """A mesh of pipeline ranks, each in worker processes of its own, on one host or many.
+    """A mesh of pipeline ranks in worker processes, on one host or many.
 
     Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any, as on an
-    `MpmdMesh`. A rank owns the devices of its worker process. A rank may have several processes, on
-    one host or many; `jax.distributed` joins them.
+    `MpmdMesh`. A worker process has one rank, by default, or several, with devices for each. Or a
+    rank has several processes, on one host or many; `jax.distributed` joins them.
 
     It joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host). It
     starts a session on this host where there is none, or where `RAY_ADDRESS=local`, and `shutdown`
@@ -51,6 +51,8 @@ class RemoteMpmdMesh:
         processes_per_rank: how many processes a rank has, each with as many of its devices: 2 of 4
             devices each, for a rank of 8 devices on two hosts. A function that feeds the step has
             to give the same in all of them.
+        ranks_per_process: how many ranks a worker process has, a divisor of their number: arrays go
+            from one to another of them from device to device. They fail together.
         gpus_per_rank: of each rank, for each entry of the axes inside a rank: a rank of 2 x 2
             devices takes 4 GPUs with 1; a fraction where ranks of one device share a GPU. With 0
             they run on CPU, each with as many CPU devices as its axes need.
@@ -96,6 +98,7 @@ class RemoteMpmdMesh:
         axis_types: Sequence[AxisType] | None = None,
         *,
         processes_per_rank: int = 1,
+        ranks_per_process: int = 1,
         gpus_per_rank: float = 0,
         cpus_per_rank: float | None = None,
         cores: int | None = None,
@@ -115,6 +118,7 @@ class RemoteMpmdMesh:
             axes.num_ranks,
             axis_sizes(axes.inside),
             processes_per_rank,
+            ranks_per_process,
             gpus_per_rank,
             cpus_per_rank,
             cores,
@@ -129,7 +133,7 @@ class RemoteMpmdMesh:
         self._group = group = WorkerGroup(settings, self._describe)
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
-        kinds = [(h.node, h.device) for h in group.hellos for _ in h.addresses]
+        kinds = [(h.node, h.device, n) for h in group.hellos for n in range(ranks_per_process)]
         library = Library(range(self.num_ranks) if processes_per_rank > 1 else kinds, group.put)
         feeds = Feeds(self._types_of, group.put)
         self._arrays = Arrays(self, group)

@@ -5,6 +5,8 @@ the class, as in `group.send(Process.run, ...)`.
 """
 
 import concurrent.futures
+import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +15,23 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpp import _compat
+from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
+from jaxpp.runtime.executor import Dispatcher, Executor
 from jaxpp.runtime.remote._call import Call, Packed, pack, unpack
 from jaxpp.runtime.remote._failure import Failed, Failure, Lost
 from jaxpp.runtime.remote._feed import Batch
 from jaxpp.runtime.remote._programs import Compiling, Loading
 from jaxpp.runtime.remote._rank import Rank
 from jaxpp.runtime.remote._start import Hello, Setup, start_ranks
-from jaxpp.runtime.transport import Aborted, free_port, leave_processes
+from jaxpp.runtime.transport import (
+    Aborted,
+    NotComputed,
+    PeerLost,
+    free_port,
+    leave_processes,
+    lost_in_collective,
+)
 
 #: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
 LANES = {"steps": 1, "batches": 1, "fetches": 4, "aside": 2, "control": 2, "life": 1}
@@ -66,6 +77,7 @@ class Process:
 
     def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
         self.ranks: dict[int, Rank] = {}
+        self.transport: Any = None
         self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))
         if processes > 1:
             self._name += f", process {process}"
@@ -74,6 +86,10 @@ class Process:
         #: The failure, once there is one.
         self._end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
         self._turn = 0
+        #: The steps by number; the step and the number of the last call.
+        self._steps: dict[int, Dispatcher] = {}
+        self._running: Dispatcher | None = None
+        self._call = -1
 
     def __repr__(self):
         return self._name  # Ray writes it before each line that is printed here
@@ -93,17 +109,21 @@ class Process:
         """Starts JAX and the connections of the ranks; describes the process."""
         import ray
 
-        started, hello = start_ranks(setup)
-        for rank, (home, transport) in started.items():
-            own = (rank, setup.process, home, transport)
-            self.ranks[rank] = Rank(*own, self._changed, self.fail, ray.get)
+        transport, hello = start_ranks(setup)
+        self.have(transport, setup.process, ray.get)
         return hello
+
+    def have(self, transport: Any, process: int, get: Callable[[Any], Any]) -> None:
+        """Makes the ranks that have a way to others."""
+        self.transport, transport.on_failure = transport, self._transport_failed
+        for rank, home in transport.homes.items():
+            own = (rank, process, home, transport, self._changed, self.fail, get)
+            self.ranks[rank] = Rank(*own)
 
     @lane("control")
     def connect(self, peers: Mapping[int, Any]) -> None:
         """Notes the addresses of all ranks."""
-        for rank in self.ranks.values():
-            rank.transport.connect(peers)
+        self.transport.connect(peers)
 
     # ---- in one order ---------------------------------------------------------------------------
 
@@ -114,15 +134,43 @@ class Process:
                 f"call {turn} of the driver, of {method}, came when call {self._turn} was due: Ray "
                 f"has lost a call, or changed the order of two"
             )
-            self.fail(next(iter(self.ranks.values())), error)
+            self.fail(error)
         self._turn = turn + 1
 
     @in_order
     def run(self, call: Call) -> None:
         """Dispatches a step; `live` tells of a failure."""
-        for rank, part in call.parts.items():
-            if self.failure is None:
-                self.ranks[rank].run(call, part)
+        if self.failure is not None:
+            return
+        dispatcher = self._steps[call.step]
+        self._running, self._call = dispatcher, call.number
+        try:
+            self.transport.begin(call.number, call.step)
+            for rank, part in call.parts.items():
+                self.ranks[rank].send(part)
+            for rank, part in call.parts.items():
+                self.ranks[rank].feed(call.step, part)
+            with contextlib.ExitStack() as settings:
+                for name in call.checks:
+                    settings.enter_context(getattr(jax, name)(True))
+                self._dispatch(dispatcher, call)
+            for rank in call.parts:
+                self.ranks[rank].take_results(call.step, call.results)
+            self._running = None
+        except BaseException as error:  # noqa: B036  the driver has to know of every exception
+            self.fail(error)
+
+    def _dispatch(self, dispatcher: Dispatcher, call: Call) -> None:
+        """Dispatches what the ranks run in a step; records it where a rank is traced."""
+
+        def execute(executor: Executor, chunk: Any) -> None:
+            recorder = self.ranks[executor.program.rank].recorder
+            if recorder is None:
+                executor.execute(chunk)
+            else:
+                recorder.execute(executor, chunk, call.number, call.step)
+
+        dispatcher.run(execute)
 
     @in_order
     def compile(self, compiling: Mapping[int, Compiling]) -> dict[int, bytes]:
@@ -134,13 +182,20 @@ class Process:
 
     @in_order
     def load(self, loadings: Mapping[int, Loading]) -> None:
-        """Registers a step for each rank."""
+        """Registers a step for all ranks."""
+        found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
+        for first in list(loadings.values())[:1]:
+            dispatcher = Dispatcher(found, first.turns, self.transport)
+            self._steps[first.step] = dispatcher
+            self.transport.expect(dispatcher.messages, first.step, dispatcher.late)
         for rank, own in loadings.items():
-            self._told(rank, self.ranks[rank].load, own)
+            self.ranks[rank].keep(own, self._steps[own.step].executors[rank])
 
     @in_order
     def unload(self, step: int, computations: Mapping[int, Sequence[int]]) -> None:
         """Forgets a step, and for each rank the computations that no other step has."""
+        self._steps.pop(step, None)
+        self.transport.forget(step)
         for rank, own in computations.items():
             self.ranks[rank].unload(step, own)
 
@@ -158,14 +213,19 @@ class Process:
     @in_order
     def settle(self) -> None:
         """Waits until the callbacks of all calls have been made."""
-        self._noting(next(iter(self.ranks.values())), jax.effects_barrier)
+        self._noting(None, jax.effects_barrier)
 
     @in_order
     def reset(self, epoch: int) -> None:
         """Makes the process, which has been aborted, fit for work again, without its arrays."""
         _compat.forget_effects()
         for rank in self.ranks.values():
-            rank.reset(epoch)
+            rank.reset()
+        for dispatcher in self._steps.values():
+            dispatcher.clear()
+        self._running, self._call = None, -1
+        self.transport.recorder = None
+        self.transport.reset(epoch)
         self._end = concurrent.futures.Future()
 
     # ---- at any time ----------------------------------------------------------------------------
@@ -183,14 +243,14 @@ class Process:
         Ray wants one value where there is but one. Each is None where the process has failed.
         """
         own = self.ranks[rank]
-        found = self._noting(own, lambda: own.fetch(numbers)) or [None] * len(numbers)
+        found = self._noting(rank, lambda: own.fetch(numbers)) or [None] * len(numbers)
         return found if len(numbers) > 1 else found[0]
 
     @lane("fetches")
     def wait(self, rank: int, numbers: Sequence[int]) -> bool | None:
         """Waits until arrays have been computed; None where the process has failed."""
         own = self.ranks[rank]
-        found = self._noting(own, lambda: jax.block_until_ready(own.wait_for(numbers)))
+        found = self._noting(rank, lambda: jax.block_until_ready(own.wait_for(numbers)))
         return None if found is None else True
 
     @lane("aside")
@@ -214,11 +274,11 @@ class Process:
             return function(*args)
         except BaseException as error:  # noqa: B036  the driver has to know of every exception
             if isinstance(error, KeyboardInterrupt | SystemExit):  # it would end the driver
-                self.fail(self.ranks[rank], error)
+                self.fail(error, rank)
             failure = self.failure or Failure.of(error, rank, -1, "")
             raise Failed(failure, ends=self.failure is not None) from None
 
-    def _noting(self, own: Rank, wait: Callable[[], Any]) -> Any:
+    def _noting(self, rank: int | None, wait: Callable[[], Any]) -> Any:
         """Waits for what earlier tasks make; None where the process has failed or been reset."""
         if self.failure is not None:
             return None
@@ -230,7 +290,7 @@ class Process:
             # The rank meets the same error where it dispatches or sends, and knows the task there.
             with self._changed:
                 self._changed.wait_for(lambda: self.failure is not None, GRACE)
-            self.fail(own, error)
+            self.fail(error, rank)
             return None
 
     # ---- life and death -------------------------------------------------------------------------
@@ -247,28 +307,75 @@ class Process:
     @lane("control")
     def abort(self, reason: str) -> None:
         """Ends all work here, because another rank has failed."""
-        self.fail(next(iter(self.ranks.values())), Aborted(reason))
+        self.fail(Aborted(reason))
 
-    def fail(self, own: Rank, error: BaseException, task: str | None = None) -> Failure:
-        """Notes an error of a rank, and wakes all threads that wait here; the first counts.
+    def fail(
+        self, error: BaseException, rank: int | None = None, task: str | None = None
+    ) -> Failure:
+        """Notes an error, and wakes all threads that wait here; the first one counts.
 
         Args:
-            own: the rank.
             error: what went wrong.
-            task: whose error it is, where that is another than what the rank is at.
+            rank: whose error it is; by default that of the rank that is dispatched.
+            task: the task whose error it is, where that is another than the rank is at.
         """
         with self._changed:
             if not self._end.done():
-                self._end.set_result(own.describe(error, task))
+                self._end.set_result(self._describe(error, rank, task))
         failure = self._end.result()
-        for rank in self.ranks.values():
-            rank.end(failure, error)
+        for own in self.ranks.values():
+            own.end(failure)
+        self.transport.abort(error)
         return failure
+
+    def _describe(self, error: BaseException, rank: int | None, task: str | None) -> Failure:
+        """Describes an error."""
+        at, what, source = self._doing()
+        if task is not None:
+            at, what, source = self._rank_of(task), task, None
+        elif rank not in (None, at):
+            at, what, source = rank, "", None
+        failure = Failure.of(error, at, self._call, what, source)
+        if spans(self.ranks[at].home) and lost_in_collective(error):
+            failure = dataclasses.replace(failure, is_echo=True)
+        return failure
+
+    def _transport_failed(self, error: BaseException) -> None:
+        # The loss of a rank is an error only for threads that wait for it. All other errors come
+        # from a thread of the transport: an array that was to be sent could not be computed.
+        if isinstance(error, NotComputed):
+            self.fail(error.__cause__ or error, task=error.task)
+        elif not isinstance(error, PeerLost) and self.failure is None:
+            self.fail(error)
+
+    def _doing(self) -> tuple[int, str, int | None]:
+        """Returns the rank that is dispatched, its instruction in words, and whom it waits for."""
+        for rank, own in self.ranks.items():
+            if own.feeds:
+                return rank, "the function that feeds the step", None
+        at = self._running.at if self._running else None
+        match at:
+            case (rank, Run(label=label)):
+                return rank, label, None
+            case (rank, Send(message=message)):
+                return rank, f"send of {message.names[0]} to rank {message.target}", message.target
+            case (rank, Receive(message=message)):
+                source = message.source
+                return rank, f"receive of {message.names[0]} from rank {source}", source
+        return next(iter(self.ranks)), "", None
+
+    def _rank_of(self, task: str) -> int:
+        """Finds the rank that runs a task, which may be of an earlier step."""
+        for dispatcher in self._steps.values():
+            for rank, executor in dispatcher.executors.items():
+                runs = executor.program.instructions
+                if any(isinstance(run, Run) and run.label == task for run in runs):
+                    return rank
+        return next(iter(self.ranks))
 
     @lane("control")
     def close(self) -> None:
         """Ends all threads, and closes all connections."""
-        for rank in self.ranks.values():
-            rank.transport.close()
+        self.transport.close()
         if any(spans(rank.home) for rank in self.ranks.values()):
             leave_processes()

@@ -10,7 +10,7 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
-from jaxpp.runtime.executor import current_settings, key_of
+from jaxpp.runtime.executor import current_settings, key_of, turns_of
 from jaxpp.runtime.remote._pickled import Pickled
 
 #: The number of calls whose steps are remembered: of more than a worker may have under way.
@@ -42,6 +42,7 @@ class Loading:
             for one that this rank does not run.
         pickled: references to these computations in Ray's store, by those numbers.
         constants: slots, types and bytes of the program's constants.
+        turns: the ranks in the order in which pieces of their programs are dispatched.
         compiled: references to the answers of those that compile something for this rank.
     """
 
@@ -51,6 +52,7 @@ class Loading:
     computations: tuple[int | None, ...]
     pickled: Mapping[int, Any]
     constants: tuple[tuple[int, ArrayType, Any], ...]
+    turns: tuple[int, ...]
     compiled: tuple[Any, ...] = ()
 
 
@@ -64,6 +66,7 @@ class _Step:
     programs: tuple[Program, ...]
     computations: tuple[tuple[int | None, ...], ...]
     inputs: tuple[tuple[ArrayType, Spec], ...]
+    turns: tuple[int, ...]
     lines: Mapping[str, str]
 
 
@@ -94,7 +97,9 @@ class Library:
         computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
         number = next(self._numbers)
         inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
-        self._steps[number] = _Step(bundle.programs, computations, inputs, _lines_of(bundle))
+        turns = tuple(turns_of(bundle.programs))
+        lines = _lines_of(bundle)
+        self._steps[number] = _Step(bundle.programs, computations, inputs, turns, lines)
         return number
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
@@ -146,6 +151,7 @@ class Library:
             found.computations[rank],
             self._references(_numbers(found, rank)),
             tuple((s, ArrayType.of(x), to_host(x)) for s, x in program.constants),
+            found.turns,
             tuple(a for r, a in answers.items() if r != rank and self._kinds[r] == kind),
         )
 

@@ -24,6 +24,7 @@ class Settings:
     num_ranks: int
     inside: Mapping[str, int]
     processes_per_rank: int
+    ranks_per_process: int
     gpus_per_rank: float
     cpus_per_rank: float | None
     cores: int | None
@@ -50,6 +51,23 @@ class Settings:
                 f"RemoteMpmdMesh divides the devices of a rank evenly among its processes: a rank "
                 f"of {devices} cannot have processes_per_rank={processes}; take a divisor of "
                 f"{devices}."
+            )
+        ranks = self.ranks_per_process
+        if ranks < 1 or self.num_ranks % ranks:
+            raise ValueError(
+                f"RemoteMpmdMesh divides its {self.num_ranks} ranks evenly among processes, and "
+                f"cannot have ranks_per_process={ranks}; take a divisor of {self.num_ranks}."
+            )
+        if ranks > 1 and processes > 1:
+            raise ValueError(
+                f"RemoteMpmdMesh has several processes for a rank or several ranks in a process, "
+                f"and got processes_per_rank={processes} and ranks_per_process={ranks}; take 1 for "
+                f"one of them."
+            )
+        if ranks > 1 and self.transport == "jax":
+            raise ValueError(
+                "RemoteMpmdMesh: transport='jax' is for processes of one rank each; take "
+                "ranks_per_process=1, or another transport."
             )
         _check_address(self.address)
         if self.transport not in get_args(Transport):

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import socket
-import sys
 from collections.abc import Mapping
 
 import jax
@@ -21,9 +20,6 @@ from jaxpp.runtime.transport import (
     join_processes,
     rank_home,
 )
-
-#: Seconds after which a Python thread of a worker yields to one that waits.
-SWITCH_INTERVAL = 1e-4
 
 #: The flag of XLA that does the same as `jax_num_cpu_devices`.
 DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
@@ -62,8 +58,7 @@ class Setup:
 class Hello:
     """A worker's description of itself once it has started.
 
-    Its output goes to the file `output`, for Ray to read. `addresses` has for each of its ranks
-    where other ranks connect to it.
+    Its output goes to the file `output`, for Ray to read. Others connect to it at `addresses`.
     """
 
     versions: dict[str, str]
@@ -74,7 +69,7 @@ class Hello:
     platform: str
     device: str
     output: str
-    addresses: Mapping[int, Addresses]
+    addresses: Addresses
 
 
 def versions() -> dict[str, str]:
@@ -84,22 +79,17 @@ def versions() -> dict[str, str]:
     return {"python": python, **found, "jaxpp": __version__}
 
 
-def start_ranks(setup: Setup) -> tuple[dict[int, tuple[Home, SocketTransport]], Hello]:
-    """Starts JAX; returns the home and the transport of each rank, and what to tell the driver."""
+def start_ranks(setup: Setup) -> tuple[SocketTransport, Hello]:
+    """Starts JAX; returns the ranks' way to others, and the description for the driver."""
     import ray  # only workers call this
 
     from jaxpp.runtime.remote.cluster import prepare_process
 
     prepare_process(setup.settings.cores)
-    # The transport's threads must not wait for the end of Python's time slice of 5 ms.
-    sys.setswitchinterval(SWITCH_INTERVAL)
     _start_jax(setup)
-    started = {}
-    for rank in setup.ranks:
-        home = _home(setup, rank)
-        started[rank] = home, _transport(setup, rank, home)
-    home, _ = started[setup.ranks[0]]
-    device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
+    transport = _transport(setup, {rank: _home(setup, rank) for rank in setup.ranks})
+    devices = devices_of(transport.homes[setup.ranks[0]])
+    device = next(d for d in devices if d.process_index == jax.process_index())
     hello = Hello(
         versions(),
         socket.gethostname(),
@@ -109,9 +99,9 @@ def start_ranks(setup: Setup) -> tuple[dict[int, tuple[Home, SocketTransport]], 
         device.platform,
         device.device_kind,
         os.path.realpath("/proc/self/fd/2"),
-        {rank: transport.addresses for rank, (_, transport) in started.items()},
+        transport.addresses,
     )
-    return started, hello
+    return transport, hello
 
 
 def _start_jax(setup: Setup) -> None:
@@ -140,13 +130,11 @@ def _home(setup: Setup, rank: int) -> Home:
     return home_over(first_devices(jax.local_devices()[first:], sizes, rank), sizes)
 
 
-def _transport(setup: Setup, rank: int, home: Home) -> SocketTransport:
+def _transport(setup: Setup, homes: Mapping[int, Home]) -> SocketTransport:
     kind, pulls = setup.settings.transport, None
     if kind == "jax":
-        kind, pulls = "auto", Pulls(home, setup.address)
-    transport = SocketTransport(
-        rank, home, setup.secret, address=setup.address, kind=kind, pulls=pulls
-    )
+        kind, pulls = "auto", Pulls(homes[setup.ranks[0]], setup.address)
+    transport = SocketTransport(homes, setup.secret, address=setup.address, kind=kind, pulls=pulls)
     if setup.epoch:
         transport.reset(setup.epoch)
     return transport

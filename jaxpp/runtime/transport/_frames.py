@@ -6,12 +6,11 @@ receiver can use it in the memory that it was read into.
 """
 
 import functools
-import io
 import itertools
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
@@ -33,7 +32,7 @@ ALIGNMENT = 64
 #: The most pieces that the system takes in one call (IOV_MAX on Linux).
 _MOST_PIECES = 1024
 _PADDING = bytes(ALIGNMENT)
-_HEADER = struct.Struct("<qqqq")
+_HEADER = struct.Struct("<qqqqq")
 HEADER_SIZE = _HEADER.size
 #: Bytes up to which a message is small. The caller of `send` writes it in one piece if it can do so
 #: at once; it is read together with its header, and the caller of `receive` makes its arrays.
@@ -46,11 +45,12 @@ Bytes = bytes | memoryview
 
 
 class Header(NamedTuple):
-    """The header of a message: its program, call and tag, and the number of bytes that follow."""
+    """The header of a message: its program, call, tag and source, and the bytes that follow."""
 
     program: int
     call: int
     tag: int
+    source: int
     nbytes: int
 
     def pack(self) -> bytes:
@@ -173,11 +173,6 @@ def send_some(
         sent -= len(pieces.pop(0))
     if sent:
         pieces[0] = memoryview(pieces[0])[sent:]
-
-
-def stream_of(connection: socket.socket) -> io.BufferedReader:
-    """Makes a stream that reads from a connection, small messages together in one system call."""
-    return cast(io.BufferedReader, connection.makefile("rb", READ_AHEAD))
 
 
 def header_in(data: memoryview) -> Header | None:

@@ -34,7 +34,7 @@ READ_TIMEOUT = 0.05
 MOST_HANDSHAKES = 256
 #: The number of connections that the system accepts ahead.
 _BACKLOG = 1024
-#: The epoch and the rank of who connects.
+#: The epoch and the first rank of the process that connects.
 _HELLO = struct.Struct("<qq")
 _WELCOME, _STALE = b"+", b"-"
 _LOOPBACK = ("127.0.0.1", "::1")

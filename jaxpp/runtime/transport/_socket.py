@@ -1,4 +1,4 @@
-"""`SocketTransport`: messages between ranks over stream sockets. Who waits reads."""
+"""`SocketTransport`: messages between the ranks of a process and others. Who waits reads."""
 
 import collections
 import contextlib
@@ -31,6 +31,7 @@ from jaxpp.runtime.transport._frames import (
 )
 from jaxpp.runtime.transport._handshake import Addresses, Door, Kind, connect
 from jaxpp.runtime.transport._link import Link, Read
+from jaxpp.runtime.transport._near import Near
 from jaxpp.runtime.transport._pull import Puller, Pulls
 
 #: The ways of arrays between ranks: over connections of some kind, or by JAX's transfers.
@@ -68,16 +69,16 @@ class _Outgoing(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Peer:
-    """The connection to another rank.
+    """The connection to another process.
 
     Args:
-        rank: that rank.
+        rank: the first rank of that process.
         link: the connection.
         thread: writes what cannot be written at once, from the first such message on.
         acts: what the thread has to do; None ends it.
         unsent: the number of these that are not done.
         unread: the number of uses of each array whose value has not been read yet, by the id.
-        lost: the reason why the rank cannot be reached any more; empty while it can.
+        lost: the reason why the process cannot be reached any more; empty while it can.
         ended: whether all that came from it has been read.
     """
 
@@ -94,23 +95,26 @@ class _Peer:
 
 
 class SocketTransport:
-    """Sends and receives arrays over sockets: Unix sockets on one host, TCP between hosts.
+    """Sends and receives the arrays of the ranks of a process.
+
+    Arrays go between ranks of the process from device to device, by `Near`; between processes over
+    sockets: Unix sockets on one host, TCP between hosts. Two processes have one connection.
 
     A send returns at once: a small message that is ready is written by the caller; a thread of the
     connection waits for the values of others and writes them. No thread reads. Who waits, for a
-    message, for sends, or for values, reads meanwhile what comes from all ranks. So two ranks that
+    message, for sends, or for values, reads meanwhile what comes from all processes. So two that
     send to each other cannot block each other: each of them comes to wait. A message that has been
     read is kept until it is received, so the schedule bounds the number of these.
 
     Args:
-        rank: this rank.
-        home: where what arrives goes, split there as the message says. It comes as the bytes of
-            the whole array, once; where the rank has several processes, each has a transport of its
-            own, whose peers are those of the same number in other ranks, and sends its share.
+        homes: of each rank of this process its home: where what arrives goes, split there as the
+            message says. From another process it comes as the bytes of the whole array, once; where
+            a rank has several processes, each has a transport of its own, whose peers are those of
+            the same number in other ranks, and sends its share.
         secret: some bytes that the ranks have in common and nobody else has.
         address: the address of this host at which other hosts reach it; by default only processes
             of this host can connect.
-        kind: the sort of connections that this rank opens; `"auto"` takes Unix sockets where
+        kind: the sort of connections that this process opens; `"auto"` takes Unix sockets where
             it can.
         pulls: this process's part in JAX's transfers; with it the receiver pulls the arrays of each
             large message that is registered, and only what says so goes over the connection.
@@ -120,7 +124,8 @@ class SocketTransport:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jaxpp._program import Message
-        >>> a, b = [SocketTransport(rank, jax.devices()[0], b"secret") for rank in range(2)]
+        >>> home = jax.devices()[0]
+        >>> a, b = [SocketTransport({rank: home}, b"secret") for rank in range(2)]
         >>> for transport in (a, b):
         ...     transport.connect({0: a.addresses, 1: b.addresses})
         ...     transport.begin(1)
@@ -135,8 +140,7 @@ class SocketTransport:
 
     def __init__(
         self,
-        rank: int,
-        home: Home,
+        homes: Mapping[int, Home],
         secret: bytes,
         *,
         address: str | None = None,
@@ -144,13 +148,17 @@ class SocketTransport:
         pulls: Pulls | None = None,
         run_ahead: int = 2,
     ):
-        self.rank = rank
+        self.homes = dict(homes)
+        #: The first rank of this process, which stands for all of them.
+        self.rank = min(homes)
         self.kind: Kind = kind
         #: Records the times of messages, where it is not None: see `trace.Recorder`.
         self.recorder: Any = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
         self.on_failure: Callable[[BaseException], None] | None = None
-        self._home, self._secret, self._pulls = home, secret, pulls
+        self._secret, self._pulls = secret, pulls
+        #: The way of arrays between ranks of this process.
+        self.near = Near(self.homes)
         self._run_ahead = run_ahead
         self._pool = BufferPool()
         #: What makes the arrays of messages, by their program and tag.
@@ -166,15 +174,17 @@ class SocketTransport:
         self._bell, self._heard = socket.socketpair()
         self._bell.setblocking(False)
         self._begin_epoch(0)
-        self._door = Door(f"accept-{rank}", secret, address, self._admits, self._add)
+        self._door = Door(f"accept-{self.rank}", secret, address, self._admits, self._add)
 
     def _begin_epoch(self, number: int) -> None:
         self._number = number
         self._error: BaseException | None = None
         self._mail: _Mail = {}
-        #: The ranks that were named; None before `connect`.
-        self._named: frozenset[int] | None = None
+        #: For each rank the first rank of its process; None before `connect`.
+        self._firsts: dict[int, int] | None = None
+        #: The connections, by the first rank of the process.
         self._peers: dict[int, _Peer] = {}
+        self.near.clear()
         self._by_descriptor: dict[int, _Peer] = {}
         self._poll = select.poll()
         self._poll.register(self._heard, select.POLLIN)
@@ -187,23 +197,26 @@ class SocketTransport:
         return self._door.addresses
 
     def connect(self, peers: Mapping[int, Addresses]) -> None:
-        """Connects to the ranks before this one; those behind it connect to this one.
+        """Connects to the processes before this one; those behind it connect to this one.
 
-        Once it has returned on all ranks, they are connected. No rank listens any more then.
+        Once it has returned in all processes, they are connected. None listens any more then.
 
         Args:
-            peers: the addresses of all ranks; this rank's own may be among them.
+            peers: the addresses of all ranks; those of one process are the same.
 
         Raises:
-            PeerLost: a rank is gone.
-            TransportError: a rank is in another epoch, or has another secret.
+            PeerLost: a process is gone.
+            TransportError: a process is in another epoch, or has another secret.
         """
-        for rank in sorted(peers):
-            if rank < self.rank and rank not in self._peers:
-                how = self._number, self.rank, rank, peers[rank], self._secret, self.kind
-                self._add(self._number, rank, connect(*how))
+        found: dict[Addresses, int] = {}
+        firsts = {rank: found.setdefault(peers[rank], rank) for rank in sorted(peers)}
+        firsts |= dict.fromkeys(self.homes, self.rank)
+        for first in dict.fromkeys(firsts.values()):
+            if first < self.rank and first not in self._peers:
+                how = self._number, self.rank, first, peers[first], self._secret, self.kind
+                self._add(self._number, first, connect(*how))
         with self._changed:
-            self._named = frozenset(peers) | {self.rank}
+            self._firsts = firsts
             self._close_door()
 
     def _admits(self, epoch: int, rank: int) -> bool:
@@ -223,7 +236,7 @@ class SocketTransport:
 
     def _close_door(self) -> None:
         """Lets nobody in any more once all are; the caller holds the lock."""
-        if self._named is not None and self._named <= {self.rank, *self._peers}:
+        if self._firsts is not None and {*self._firsts.values()} <= {self.rank, *self._peers}:
             self._door.close()
 
     # ---- reading, by who waits ------------------------------------------------------------------
@@ -294,10 +307,10 @@ class SocketTransport:
             threading.Thread(target=self._pull, args=args, name=name, daemon=True).start()
         else:
             at_once = unpack is not None and unpack.at_once
-            _put(self._mail, peer.rank, found, unpack if at_once else None)
+            _put(self._mail, found, unpack if at_once else None)
 
     def _pull(self, peer: _Peer, mail: _Mail, found: Read, unpack: Puller) -> None:
-        self._attempt(peer, lambda: _put(mail, peer.rank, found, unpack))
+        self._attempt(peer, lambda: _put(mail, found, unpack))
         with self._changed:
             self._wake()
 
@@ -311,7 +324,7 @@ class SocketTransport:
     def expect(
         self, messages: Iterable[Message], program: int = 0, late: Iterable[int] = ()
     ) -> None:
-        """Registers the messages that this rank sends and receives in a program.
+        """Registers the messages that these ranks send and receive in a program.
 
         Arrays of large registered messages are made as they come in. Those of other messages are
         made on the thread that receives them. What is sent under a `late` tag is copied first: a
@@ -319,9 +332,11 @@ class SocketTransport:
         """
         self._late |= {(program, tag) for tag in late}
         for message in messages:
-            unpack = Unpacker.of(message, self._home)
+            if message.source in self.homes and message.target in self.homes:
+                continue
+            unpack = Unpacker.of(message, self._home(message))
             if self._pulls is not None and unpack.at_once:
-                unpack = Puller(message, self._home, self._pulls)
+                unpack = Puller(message, self._home(message), self._pulls)
             self._unpackers[program, message.tag] = unpack
 
     def forget(self, program: int) -> None:
@@ -332,11 +347,16 @@ class SocketTransport:
 
     def _unpacker(self, message: Message) -> Unpacker | Puller:
         known = self._unpackers.get((self._program, message.tag))
-        return known or Unpacker.of(message, self._home)
+        return known or Unpacker.of(message, self._home(message))
+
+    def _home(self, message: Message) -> Home:
+        """Returns the home of the rank of this process that sends or receives a message."""
+        return self.homes[message.source if message.source in self.homes else message.target]
 
     def begin(self, call: int, program: int = 0) -> None:
         """Sets the call and the program of the next messages."""
         self._call, self._program = call, program
+        self.near.clear()
         if self.recorder is not self._told:
             self._told = self.recorder
             if self._told is not None:
@@ -351,10 +371,16 @@ class SocketTransport:
             Aborted: if the transport was aborted, or an earlier value could not be computed.
             TransportError: if nobody has named that rank.
         """
+        late = (self._program, message.tag) in self._late
+        if message.target in self.homes:
+            self._check()
+            self.near.send(arrays, message, late=late)
+            return
         peer, unpack = self._peer(message.target), self._unpacker(message)
-        if (self._program, message.tag) in self._late:
+        if late:
             arrays = jax.device_put(arrays, may_alias=False)
-        header = Header(self._program, self._call, message.tag, unpack.nbytes)
+        source, tag = message.source, message.tag
+        header = Header(self._program, self._call, tag, source, unpack.nbytes)
         item = _Outgoing(header, unpack.prepared(arrays), message, unpack)
         if not unpack.at_once and not peer.unsent and all(map(is_ready, item.arrays)):
             self._attempt(peer, lambda: self._send_now(peer, item))
@@ -364,16 +390,21 @@ class SocketTransport:
         self._let_do(peer, functools.partial(self._send_later, peer, item))
 
     def _peer(self, rank: int) -> _Peer:
-        """Returns the connection to a rank, once it is there."""
-        if rank not in self._peers and self._error is None:
-            if self._named is None or rank not in self._named:
-                raise TransportError(
-                    f"Rank {self.rank} has to reach rank {rank}, and knows only of ranks "
-                    f"{sorted(self._named or ())}; call connect with the addresses of all."
-                )
-            self._pump(lambda: rank in self._peers or self._error is not None)
+        """Returns the connection to a rank's process, once it is there."""
+        if self._error is None and (self._firsts is None or rank not in self._firsts):
+            raise TransportError(
+                f"Rank {self.rank} has to reach rank {rank}, and knows only of ranks "
+                f"{sorted(self._firsts or ())}; call connect with the addresses of all."
+            )
+        if self._peer_of(rank) is None:
+            self._pump(lambda: self._peer_of(rank) is not None or self._error is not None)
         self._check(rank)
-        return self._peers[rank]
+        peer = self._peer_of(rank)
+        assert peer is not None
+        return peer
+
+    def _peer_of(self, rank: int) -> _Peer | None:
+        return self._peers.get((self._firsts or {}).get(rank, -1))
 
     def _send_now(self, peer: _Peer, item: _Outgoing) -> None:
         """Writes a message that is ready; a thread writes what the connection does not take now."""
@@ -463,6 +494,9 @@ class SocketTransport:
             TransportError: if what arrived is something else.
         """
         key, source = (self._program, self._call, message.tag), message.source
+        if source in self.homes:
+            self._check()
+            return self.near.receive(message)
         if self._unsent > self._run_ahead:
             self._pump(lambda: self._unsent <= self._run_ahead or self._error is not None)
         if key not in self._mail:
@@ -514,7 +548,7 @@ class SocketTransport:
 
     def _ended(self, rank: int) -> bool:
         """Tells whether no message comes from a rank any more."""
-        peer = self._peers.get(rank)
+        peer = self._peer_of(rank)
         return self._error is not None or (peer is not None and peer.ended)
 
     def _check(self, rank: int | None = None) -> None:
@@ -524,19 +558,19 @@ class SocketTransport:
                 f"The messages of rank {self.rank} were aborted: "
                 f"{type(self._error).__name__}: {self._error}"
             ) from self._error
-        if rank is not None and (peer := self._peers.get(rank)) is not None and peer.lost:
+        if rank is not None and (peer := self._peer_of(rank)) is not None and peer.lost:
             raise PeerLost(rank, peer.lost)
 
     def _lose(self, peer: _Peer, reason: str) -> None:
-        """Notes that a rank cannot be reached, and wakes all threads that wait for it."""
-        with contextlib.suppress(OSError):  # what has come already can still be read
-            peer.link.connection.shutdown(socket.SHUT_RDWR)
+        """Notes that a process cannot be reached, and wakes all threads that wait for it."""
         with self._changed:
             known = self._peers.get(peer.rank) is peer
             if not known or peer.lost or self._error is not None:
                 return
             peer.lost = reason
             self._wake()
+        with contextlib.suppress(OSError):  # what has come already can still be read
+            peer.link.connection.shutdown(socket.SHUT_RDWR)
         self._tell(PeerLost(peer.rank, reason))
 
     def abort(self, error: BaseException) -> None:
@@ -617,9 +651,9 @@ class SocketTransport:
         self._pool.clear()
 
 
-def _put(mail: _Mail, source: int, found: Read, unpack: Unpacker | Puller | None) -> None:
-    """Puts a message from a rank into the mail; `unpack` makes its arrays before."""
+def _put(mail: _Mail, found: Read, unpack: Unpacker | Puller | None) -> None:
+    """Puts a message into the mail; `unpack` makes its arrays before."""
     header, data, start = found
     arrays, buffer = (None, data) if unpack is None else (unpack(data), None)
-    arrived = _Arrived(source, header.nbytes, arrays, buffer, start, time.monotonic_ns())
+    arrived = _Arrived(header.source, header.nbytes, arrays, buffer, start, time.monotonic_ns())
     mail[header.program, header.call, header.tag] = arrived

@@ -18,7 +18,6 @@ from jaxpp.runtime.remote._call import Call, pack, unpack
 from jaxpp.runtime.remote._failure import Failed
 from jaxpp.runtime.remote._interrupts import uninterrupted
 from jaxpp.runtime.remote._process import LANES, Process
-from jaxpp.runtime.remote._rank import Rank
 
 # ---- values of the user -------------------------------------------------------------------------
 
@@ -62,16 +61,23 @@ def noted(rank):
 def process() -> Any:
     """A process of one rank, 3, which takes down what it runs instead."""
     process = Process((3,))
-    home, transport = jax.devices()[0], mock.Mock()
-    rank = Rank(3, 0, home, transport, process._changed, process.fail, lambda reference: reference)
-    rank.run = mock.Mock()
-    process.ranks[3] = rank
+    process.have(mock.Mock(homes={3: jax.devices()[0]}), 0, lambda reference: reference)
+    rank: Any = process.ranks[3]
+    rank.send, rank.feed, rank.take_results = mock.Mock(), mock.Mock(), mock.Mock()
+    process._steps[0] = mock.Mock(at=None)
     return process
 
 
 def call(number):
     part: Any = f"part of call {number}"
-    return Call(number, 0, 0, (), {3: part})
+    return Call(number, 0, number, (), {3: part})
+
+
+def ran(process):
+    """The numbers of the calls that have run."""
+    results = process.ranks[3].take_results.call_args_list
+    assert process._steps[0].run.call_count == len(results)
+    return [call.args[1] for call in results]
 
 
 def test_each_method_that_the_driver_calls_has_a_lane():
@@ -83,15 +89,14 @@ def test_each_method_that_the_driver_calls_has_a_lane():
 def test_calls_run_in_their_turn(process):
     for turn in range(3):
         process.run(turn, call(turn))
-    assert [c.args[0].number for c in process.ranks[3].run.call_args_list] == [0, 1, 2]
-    assert process.failure is None
+    assert ran(process) == [0, 1, 2] and process.failure is None
 
 
 @pytest.mark.parametrize("turns", [(1,), (0, 2), (0, 0), (0, 1, 0)])
 def test_a_call_out_of_its_turn_fails_the_process_and_does_not_run(process, turns):
     for turn in turns:
         process.run(turn, call(turn))
-    assert process.ranks[3].run.call_count == len(turns) - 1
+    assert ran(process) == list(turns[:-1])
     due = len(turns) - 1
     assert f"call {turns[-1]} of the driver, of run, came when call {due} was due" in (
         process.failure.exception
@@ -101,7 +106,7 @@ def test_a_call_out_of_its_turn_fails_the_process_and_does_not_run(process, turn
 
 
 def test_nothing_runs_after_a_failure_until_the_reset(process):
-    process.fail(process.ranks[3], KeyError("here"))
+    process.fail(KeyError("here"))
     process.run(0, call(0))
     with pytest.raises(Failed) as caught:
         process.apply({3: pack((lambda rank: 1,))})
@@ -109,9 +114,9 @@ def test_nothing_runs_after_a_failure_until_the_reset(process):
     assert process.fetch(3, (7,)) is None and process.fetch(3, (7, 8)) == [None, None]
     assert process.wait(3, (7,)) is None
     process.reset(1, 5)
-    process.ranks[3].transport.reset.assert_called_once_with(5)
+    process.transport.reset.assert_called_once_with(5)
     process.run(2, call(1))
-    assert process.ranks[3].run.call_count == 1 and process.failure is None
+    assert ran(process) == [1] and process.failure is None
 
 
 def test_the_first_failure_counts_and_wakes_all(process):
@@ -122,7 +127,7 @@ def test_the_first_failure_counts_and_wakes_all(process):
     for thread in threads:
         thread.start()
     process.abort("rank 0 has failed")
-    process.fail(process.ranks[3], KeyError("later"))
+    process.fail(KeyError("later"))
     for thread in threads:
         thread.join(5)
         assert not thread.is_alive()

@@ -30,7 +30,6 @@ from benchmarks.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
 from jaxpp.runtime.remote._failure import Death, Failure  # noqa: E402
 from jaxpp.runtime.remote._process import Process  # noqa: E402
-from jaxpp.runtime.remote._rank import Rank  # noqa: E402
 from jaxpp.runtime.transport import NotComputed  # noqa: E402
 from tests.helpers import assert_same, wait_until  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
@@ -323,9 +322,9 @@ class Unmade:
 @pytest.mark.parametrize("sent", [True, False])
 def test_an_error_that_is_met_in_a_fetch_is_of_the_task_that_a_sender_names(sent):
     transport, process = unittest.mock.Mock(), Process((1,))
-    own = Rank(1, 0, jax.devices()[0], transport, process._changed, process.fail, id)
-    process.ranks[1] = own
-    own.arrays[7] = Unmade()
+    transport.homes = {1: jax.devices()[0]}
+    process.have(transport, 0, id)
+    process.ranks[1].arrays[7] = Unmade()
     named = NotComputed("B1.0")
     named.__cause__ = Unmade.error
     later = threading.Timer(0.1, transport.on_failure, [named])
@@ -656,13 +655,23 @@ def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, 
     assert pids(mesh) == before
 
 
-def door_of(process):
-    return process.transport.addresses
+def addresses(rank):
+    return rank.transport.addresses
+
+
+def test_nobody_connects_to_a_mesh_that_has_started(mesh, step, expected):
+    found, before = mesh.apply(addresses, {0: (), 1: ()}), pids(mesh)
+    for own in found.values():
+        with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(ConnectionRefusedError):
+            stranger.connect(own.unix)
+    mesh.restart()
+    assert_same(jax.device_get(step(*begin(), batch())), expected)
+    assert pids(mesh) == before
 
 
 def test_200_connections_of_strangers_hold_up_no_restart(mesh, step, expected):
     """While a worker lets the others in; half say nothing, half garbage."""
-    addresses, before = mesh.apply(door_of, {1: ()})[1], pids(mesh)
+    address, before = mesh.apply(addresses, {1: ()})[1].unix, pids(mesh)
     strangers: list[socket.socket] = []
     over = threading.Event()
 
@@ -670,7 +679,7 @@ def test_200_connections_of_strangers_hold_up_no_restart(mesh, step, expected):
         while len(strangers) < 200 and not over.is_set():
             connection = socket.socket(socket.AF_UNIX)
             try:
-                connection.connect(addresses.unix)
+                connection.connect(address)
                 connection.sendall(b"" if len(strangers) % 2 else b"GET / HTTP/1.1")
             except OSError:  # the door is closed
                 connection.close()
@@ -777,6 +786,23 @@ if __name__ == "__main__":
             state = step(*state[:3], batch())
             float(state[3])
 """
+
+
+def accept_no_more(rank):
+    """Lets another process take the addresses of this one."""
+
+    def refuse():
+        raise OSError("the address is in use")
+
+    rank.transport._door.open = refuse
+
+
+def test_a_worker_that_accepts_no_connections_is_replaced(mesh):
+    before = pids(mesh)
+    mesh.apply(accept_no_more, {1: ()})
+    mesh.restart()
+    after = pids(mesh)
+    assert after[0] == before[0] and after[1] != before[1]
 
 
 @pytest.fixture(scope="module")

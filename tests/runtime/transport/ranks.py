@@ -84,7 +84,7 @@ def reset(ranks, epoch):
 def connected(count=2, kinds: Any = "auto", **options):
     """Some ranks, each on a device of its own, which know each other."""
     ranks = [
-        SocketTransport(rank, jax.devices()[rank % 8], SECRET, kind=kinds, **options)
+        SocketTransport({rank: jax.devices()[rank % 8]}, SECRET, kind=kinds, **options)
         for rank in range(count)
     ]
     try:

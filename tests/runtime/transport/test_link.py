@@ -40,7 +40,7 @@ def test_messages_of_all_sizes_come_whole_and_in_order(ends, piece):
     end, link = ends
     ours, theirs = socket.socketpair()
     sizes = SIZES[:5] if piece == 1 else SIZES
-    sent = [(Header(1, n, n, size), payload(size, n)) for n, size in enumerate(sizes)]
+    sent = [(Header(1, n, n, 0, size), payload(size, n)) for n, size in enumerate(sizes)]
 
     def write():
         for header, data in sent:
@@ -67,7 +67,7 @@ def test_messages_of_all_sizes_come_whole_and_in_order(ends, piece):
 def test_a_thread_may_stop_within_a_message_and_another_goes_on(ends, nbytes, cut):
     ours, link = ends
     _set_timeout(link.connection, socket.SO_RCVTIMEO, 0.02)
-    header, data = Header(1, 2, 3, nbytes), payload(nbytes, 0).tobytes()
+    header, data = Header(1, 2, 3, 0, nbytes), payload(nbytes, 0).tobytes()
     whole = header.pack() + data
     ours.sendall(whole[:cut])
     for _ in range(3):  # the rest does not come within the limit of time
@@ -80,7 +80,7 @@ def test_a_thread_may_stop_within_a_message_and_another_goes_on(ends, nbytes, cu
 @pytest.mark.parametrize("nbytes", [0, 64, SMALL + 64])
 def test_a_connection_that_ends_within_a_message_is_an_error(ends, nbytes):
     ours, link = ends
-    message = Header(0, 0, 0, nbytes).pack() + bytes(nbytes)
+    message = Header(0, 0, 0, 0, nbytes).pack() + bytes(nbytes)
     ours.sendall(message + message[: max(nbytes, 16)])
     ours.close()
     assert next(reader(link))[1] == bytes(nbytes)
@@ -96,7 +96,7 @@ def test_a_header_that_is_refused_stays_refused(ends):
         raise ValueError(header.tag)
 
     link._begin = refuse
-    sent = Header(0, 0, 7, SMALL + 64).pack()
+    sent = Header(0, 0, 7, 0, SMALL + 64).pack()
     for _ in range(2):
         ours.sendall(sent)
         with pytest.raises(ValueError, match="7"):

@@ -19,7 +19,7 @@ from jaxpp._specs import partition_spec
 from jaxpp.runtime.transport import Aborted, PeerLost, Pulls, SocketTransport
 from jaxpp.runtime.transport._errors import NotComputed
 from jaxpp.runtime.transport._pull import TICKET
-from tests.helpers import assert_same
+from tests.helpers import assert_same, wait_until
 from tests.runtime.transport.ranks import SECRET, blocked, failing_array, message
 
 LARGE = 1 << 18
@@ -35,7 +35,7 @@ def nothing_is_left():
 @contextlib.contextmanager
 def pulling(homes):
     """Two ranks of this process that pull large messages from each other."""
-    ranks = [SocketTransport(n, home, SECRET, pulls=Pulls(home)) for n, home in enumerate(homes)]
+    ranks = [SocketTransport({n: home}, SECRET, pulls=Pulls(home)) for n, home in enumerate(homes)]
     try:
         for transport in ranks:
             transport.connect({n: other.addresses for n, other in enumerate(ranks)})
@@ -136,7 +136,7 @@ from jaxpp.runtime.transport import Pulls, SocketTransport
 from tests.runtime.transport.ranks import message
 
 home = jax.devices()[0]
-transport = SocketTransport(1, home, {SECRET!r}, pulls=Pulls(home))
+transport = SocketTransport({{1: home}}, {SECRET!r}, pulls=Pulls(home))
 print(pickle.dumps(transport.addresses).hex(), flush=True)
 transport.connect({{0: pickle.loads(bytes.fromhex(sys.stdin.readline()))}})
 transport.begin(1)
@@ -157,7 +157,7 @@ def peer():
     command = [sys.executable, "-c", PEER, *map(str, sizes)]
     own = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     home = jax.devices()[0]
-    transport = SocketTransport(0, home, SECRET, pulls=Pulls(home))
+    transport = SocketTransport({0: home}, SECRET, pulls=Pulls(home))
     try:
         transport.connect({1: pickle.loads(bytes.fromhex(own.stdout.readline().decode()))})
         own.stdin.write(pickle.dumps(transport.addresses).hex().encode() + b"\n")
@@ -228,8 +228,9 @@ def test_a_pull_is_abandoned_and_one_of_nothing_is(peer, monkeypatch):
     monkeypatch.setattr(Pulls, "pull", of_nothing)
     receiving = blocked(transport.receive, whats[1])
     go()
+    assert wait_until(lambda: tickets, 30)
     with pytest.raises(AssertionError, match="still waits"):
-        receiving(0.5)
+        receiving(0.1)
     start = time.monotonic()
     transport.abort(KeyError("the reason"))
     with pytest.raises(Aborted, match="the reason"):
