@@ -188,14 +188,16 @@ class RemoteMpmdMesh:
 
     # ---- traces ---------------------------------------------------------------------------------
 
-    def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
+    def start_trace(
+        self, directory: str | os.PathLike[str], *, times: trace.Times = "profile"
+    ) -> None:
         """Starts to record, as `MpmdMesh.start_trace`, in the first process of each rank.
 
         The files are written on this host; JAX's profile of each worker, into
         `<directory>/profile-<rank>` on the rank's host.
         """
         steps = self._steps
-        steps.tracing = trace.start_trace(self, directory, profiler, steps.tracing)
+        steps.tracing = trace.start_trace(self, directory, times, steps.tracing)
 
     def stop_trace(self) -> trace.Trace:
         """Ends the trace, and writes its files, as `MpmdMesh.stop_trace`; all is on one clock.

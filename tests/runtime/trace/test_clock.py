@@ -10,7 +10,7 @@ import pytest
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.trace import _clock, _tracing
 from jaxpp.runtime.trace._clock import Offset, Reading
-from jaxpp.runtime.trace._recorder import Records, clock
+from jaxpp.runtime.trace._records import Records, clock
 from tests.helpers import mesh_of
 from tests.runtime.trace import steps
 
@@ -135,7 +135,7 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path):
     compiled = step.lower(params, x).compile()
     local: Any = compiled._run
     mesh: Any = FakeMesh([10**12, -(10**12)])
-    tracing = _tracing.start_trace(mesh, tmp_path / "run", False, None)
+    tracing = _tracing.start_trace(mesh, tmp_path / "run", "profile", None)
     assert all(p.recorder is p.transport.recorder is not None for p in mesh.processes)
     tracing.steps[7] = compiled.bundle
     before = clock()
@@ -168,5 +168,5 @@ def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_tracing, "_start", start)
     with pytest.raises(RuntimeError, match="no profiler here"):
-        _tracing.start_trace(mesh, tmp_path / "run", False, None)
+        _tracing.start_trace(mesh, tmp_path / "run", "profile", None)
     assert all(p.recorder is None for p in mesh.processes)

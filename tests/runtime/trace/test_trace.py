@@ -13,10 +13,10 @@ import pytest
 
 import jaxpp
 from jaxpp._program import Run
-from jaxpp.runtime.trace import _recorder
+
 from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._recorder import MessageRecord, Records, RunRecord
-from jaxpp.runtime.trace._result import assemble
+from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord
+from jaxpp.runtime.trace._assemble import assemble
 from tests.helpers import assert_same, mesh_of
 from tests.runtime.trace import steps
 
@@ -188,7 +188,7 @@ def test_tracing_changes_no_result(tmp_path):
     for _ in range(3):
         expected.append(step([jnp.copy(w) for w in expected[-1]], steps.batch())[0])
     params = steps.params_of(3)
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    mesh.start_trace(tmp_path / "run")
     for wanted in expected[1:]:
         params, _ = step([jnp.copy(w) for w in params], steps.batch())
         assert_same(params, wanted)
@@ -199,11 +199,11 @@ def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
     mesh = mesh_of(2)
     step = steps.step_of(mesh)
     params, _ = step(steps.params_of(2), steps.batch())
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    mesh.start_trace(tmp_path / "run")
     params, _ = step(params, steps.batch())
     first = mesh.stop_trace()
     params, _ = step(params, steps.batch())
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    mesh.start_trace(tmp_path / "run")
     for _ in range(2):
         params, _ = step(params, steps.batch())
     second = mesh.stop_trace()
@@ -226,7 +226,7 @@ def test_a_call_that_fails_leaves_the_others(tmp_path):
     loop = jaxpp.microbatch(jaxpp.wrap_forward(loss), steps.MICROBATCHES)
     step = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.ForwardOnly()), mesh)
     params = steps.params_of(2)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     step(params, steps.batch())
     with pytest.raises(Exception, match="too large"):
         jax.block_until_ready(step([params[0], 1e6 * params[1]], steps.batch()))
@@ -262,7 +262,7 @@ def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
         trace.timeline(9)
     mesh = mesh_of(1)
     square = jaxpp.place(lambda x: x * x, mesh)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     square(jnp.ones(3))
     trace = mesh.stop_trace()
     assert trace.picture_path is None and trace.timeline_path.exists()
@@ -274,7 +274,7 @@ def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
 
 def test_a_trace_without_calls_is_empty(tmp_path):
     mesh = mesh_of(2)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     trace = mesh.stop_trace()
     assert trace.runs == trace.messages == trace.calls == ()
     assert json.loads(trace.timeline_path.read_text())["traceEvents"]
@@ -284,7 +284,7 @@ def test_a_trace_is_started_and_stopped_once(tmp_path):
     mesh = mesh_of(1)
     with pytest.raises(RuntimeError, match="stop_trace: the mesh is not traced; call start_trace"):
         mesh.stop_trace()
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    mesh.start_trace(tmp_path / "run")
     with pytest.raises(RuntimeError, match="traced already, into .*run'; call stop_trace first"):
         mesh.start_trace(tmp_path / "other")
     assert not (tmp_path / "other").exists()
@@ -312,7 +312,7 @@ def test_where_the_profiler_runs_already_nothing_starts(tmp_path):
         with pytest.raises(RuntimeError, match="[Pp]rofile"):
             mesh.start_trace(tmp_path / "run")
         assert mesh._tracing.recorder is None
-        mesh.start_trace(tmp_path / "run", profiler=False)
+        mesh.start_trace(tmp_path / "run")
         mesh.stop_trace()
     finally:
         jax.profiler.stop_trace()

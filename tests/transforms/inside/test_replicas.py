@@ -153,7 +153,7 @@ def test_the_compiled_tasks_have_no_collective_over_the_replicas(options, once, 
     """Optimizer state that is split has gradients scattered; a trace has the reduction."""
     step = place(step_of(2), **options)
     mesh: Any = step.mesh
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     train(step, range(1))
     assert {run.rank for run in mesh.stop_trace().runs if run.label == "reduce"} == {0, 1}
     assert collectives(step) == (once, in_tasks)

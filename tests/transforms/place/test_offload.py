@@ -15,8 +15,8 @@ import jaxpp
 from jaxpp._program import Run, Wait
 from jaxpp.runtime.executor import interleave
 from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._recorder import Records, RunRecord
-from jaxpp.runtime.trace._result import assemble
+from jaxpp.runtime.trace._records import Records, RunRecord
+from jaxpp.runtime.trace._assemble import assemble
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
 from tests.helpers import assert_close, assert_same, mesh_of
 from tests.scripts import load_script
@@ -88,7 +88,7 @@ def test_a_copy_begins_when_what_the_device_computes_has_ended(optimized):
 def test_a_trace_has_copies_beside_what_the_device_computes(optimized, tmp_path):
     mesh = mesh_of(4)
     step, _ = trained(Offload("1f1b"), mesh)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     for _ in range(3):
         step(*ARGUMENTS)
     trace = mesh.stop_trace()

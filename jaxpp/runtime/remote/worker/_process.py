@@ -185,6 +185,7 @@ class Process:
                 if self.recorder is None:
                     executor.execute(program.instructions)
                 else:
+                    settings.enter_context(self.recorder.calling(call.number))
                     self.recorder.execute(executor, program.instructions, call.number, call.step)
             results = {call.results + n: executor.slots[slot] for n, slot in program.outputs}
             for _, slot in program.outputs:
