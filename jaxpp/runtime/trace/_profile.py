@@ -2,8 +2,9 @@
 
 import dataclasses
 import pathlib
+import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,26 +60,36 @@ def read_profile(folder: pathlib.Path) -> list[ProfiledRun]:
     Each operation has the module, the device and the number of its run. An event of its own, with
     the number and the device alone, ends with the run.
     """
-    path = max(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda p: p.stat().st_mtime_ns)
     names: dict[tuple[int, int], str] = {}
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     zero = 0.0
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        for event in (event for line in plane.lines for event in line.events):
-            if event.name == CLOCK_EVENT:
-                zero = event.start_ns
-            stats = dict(event.stats)
+    with warnings.catch_warnings():  # one of JAX's, taken for an error, would end the process
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for name, stats, start, end in _events(folder):
+            if name == CLOCK_EVENT:
+                zero = start
             if "run_id" not in stats or "device_ordinal" not in stats:
                 continue
             key = stats["device_ordinal"], stats["run_id"]
-            start, end = spans.get(key, (float("inf"), 0.0))
-            spans[key] = min(start, event.start_ns), max(end, event.start_ns + event.duration_ns)
+            earliest, latest = spans.get(key, (start, end))
+            spans[key] = min(earliest, start), max(latest, end)
             if "hlo_module" in stats:
                 names[key] = stats["hlo_module"]
     return [
         ProfiledRun(names.get(key, ""), *key, round(start - zero), round(end - zero))
         for key, (start, end) in spans.items()
     ]
+
+
+def _events(folder: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], float, float]]:
+    """Yields the name, the attributes, the start and the end of each event of the last profile."""
+    path = max(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda p: p.stat().st_mtime_ns)
+    profile = jax.profiler.ProfileData.from_file(str(path))  # its parts do not keep it alive
+    for plane in profile.planes:
+        for line in plane.lines:
+            for event in line.events:
+                start = event.start_ns
+                yield event.name, dict(event.stats), start, start + event.duration_ns
 
 
 def match(

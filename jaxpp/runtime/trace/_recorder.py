@@ -1,5 +1,6 @@
 """Records what a process dispatches and sends, without stopping it."""
 
+import contextlib
 import dataclasses
 import pathlib
 from functools import partial
@@ -12,6 +13,13 @@ from jaxpp.runtime.executor import Chunk, Executor
 from jaxpp.runtime.trace._profile import Module, match, module_of, read_profile
 from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
 from jaxpp.runtime.trace._watch import Watcher, mark
+
+
+def wait_for_runs() -> None:
+    """Waits until this process has computed all that it has dispatched."""
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # of a call that has failed, or deleted meanwhile
+            array.block_until_ready()
 
 
 class Recorder:
@@ -51,13 +59,13 @@ class Recorder:
                 executor.execute((instruction,))
                 continue
             record = RunRecord(call, step, rank, positions[id(instruction)], clock())
+            module = modules[instruction.computation]
+            if module is not None:  # noted before: the profile has a run that fails, too
+                self._dispatches.append((module, record))
             with jax.profiler.TraceAnnotation(instruction.label, call=call, rank=rank):
                 executor.execute((instruction,))
-            module = modules[instruction.computation]
             if module is None:
                 self._wait(executor, instruction, record)
-            else:
-                self._dispatches.append((module, record))
 
     def sent(self, call: int, message: Message, start: int, end: int) -> None:
         """Notes that a message was sent from `start` to `end`, in nanoseconds of `clock`."""
@@ -76,12 +84,8 @@ class Recorder:
         self._watcher(link).put(partial(MessageRecord, call, message.tag, start), arrays)
 
     def settle(self) -> None:
-        """Waits until this process has computed all that it has dispatched."""
-        for array in jax.live_arrays():
-            try:
-                array.block_until_ready()
-            except Exception:  # noqa: S110  of a call that failed, or deleted meanwhile
-                pass
+        """Waits until all recorded runs and copies have ended."""
+        wait_for_runs()
         for watcher in self._watchers.values():
             watcher.settle()
 

@@ -13,7 +13,7 @@ from jaxpp._program import Bundle
 from jaxpp.runtime.trace import _clock, _timeline
 from jaxpp.runtime.trace._assemble import assemble
 from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading
-from jaxpp.runtime.trace._recorder import Recorder
+from jaxpp.runtime.trace._recorder import Recorder, wait_for_runs
 from jaxpp.runtime.trace._records import Records
 from jaxpp.runtime.trace._result import Trace
 
@@ -122,6 +122,7 @@ def _start(
 
     The process's clock is `offset_ns` behind that of the driver, which `host` names.
     """
+    wait_for_runs()  # or the profile has runs of earlier calls
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # each call of a Python function would be an event
     jax.profiler.start_trace(profile, profiler_options=options)

@@ -15,7 +15,7 @@ import jaxpp
 from jaxpp._program import Run
 
 from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord
+from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
 from jaxpp.runtime.trace._assemble import assemble
 from tests.helpers import assert_same, mesh_of
 from tests.runtime.trace import steps
@@ -163,22 +163,43 @@ def test_links_are_what_messages_of_all_sizes_take(tmp_path):
     assert (costs.latency, costs.bandwidth) == pytest.approx((0.25, 1024.0))
 
 
-def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
-    """A weight's gradient is only ever added to the sum, which the next one takes.
+def test_a_run_is_what_its_device_did_then(tmp_path):
+    """Callbacks in the stages, which are all the same computation, tell which one runs when."""
+    for shared in (False, True):
+        seen: dict[str, list[int]] = {}
 
-    The last sum goes to the update, which writes the new weights over the old ones.
-    """
-    trace, step = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.ZeroBubbleH1())
-    (compiled,) = step._cache
-    local: Any = compiled._run
-    for worker in local.executors:
-        watches = _recorder.plan(worker)
-        runs = [i for i in worker.program.instructions if isinstance(i, Run) and i.task]
-        backwards = [run for run in runs if run.label.startswith("W")]
-        assert len(backwards) == steps.MICROBATCHES
-        marked = [run for run in runs if watches[id(run)].mark is not None]
-        assert marked == backwards[:-1]
-    assert sum(run.label.startswith("W") for run in trace.runs) == 3 * 2 * steps.MICROBATCHES
+        def note(h, seen=seen):
+            seen.setdefault(f"F{int(h[0, 0])}.{int(h[0, 1])}", []).append(clock())
+            return np.zeros((), np.float32)
+
+        def loss_fn(params, x, note=note):
+            """The first column of `x` counts stages, the second one has the microbatch."""
+            for i, w in enumerate(params):
+                x = x if i == 0 else jaxpp.pipeline_enter_stage(x)
+                shape = jax.ShapeDtypeStruct((), jnp.float32)
+                zero = jax.pure_callback(note, shape, jax.lax.stop_gradient(x))
+                h = jnp.tanh(x[:, 2:] @ w) + zero
+                x = jnp.concatenate([x[:, :1] + 1, x[:, 1:2], h], axis=1)
+            return jnp.mean(x**2)
+
+        x = jnp.repeat(jnp.arange(steps.MICROBATCHES), steps.BATCH // steps.MICROBATCHES)
+        x = jnp.concatenate([jnp.stack([0 * x, x], axis=1), steps.batch()], axis=1)
+        mesh = mesh_of(4, shared)
+        step = steps.step_of(mesh, loss=loss_fn)
+        params, _ = step(steps.params_of(4), x)
+        jax.block_until_ready(params)
+        seen.clear()
+        mesh.start_trace(tmp_path / str(shared))
+        zero: Any = mesh._tracing._tracing
+        for _ in range(3):
+            params, _ = step(params, x)
+        trace = mesh.stop_trace()
+        assert len(seen) == 4 * steps.MICROBATCHES and not trace.errors
+        for label, times in seen.items():
+            runs = [r for r in trace.runs if r.label == label]
+            assert len(runs) == len(times) == 3
+            for run, time in zip(runs, times, strict=True):
+                assert run.start < (time - zero.started.monotonic_ns) / 1e9 < run.end
 
 
 def test_tracing_changes_no_result(tmp_path):
@@ -312,7 +333,5 @@ def test_where_the_profiler_runs_already_nothing_starts(tmp_path):
         with pytest.raises(RuntimeError, match="[Pp]rofile"):
             mesh.start_trace(tmp_path / "run")
         assert mesh._tracing.recorder is None
-        mesh.start_trace(tmp_path / "run")
-        mesh.stop_trace()
     finally:
         jax.profiler.stop_trace()
