@@ -17,7 +17,6 @@ from jaxpp.runtime.trace._recorder import Recorder, wait_for_runs
 from jaxpp.runtime.trace._records import Records
 from jaxpp.runtime.trace._result import Trace
 
-
 #: Where the times of runs come from: JAX's profile, or threads that wait for results.
 Times = Literal["profile", "waits"]
 
@@ -115,9 +114,7 @@ def _check(process: Any, profile: pathlib.Path) -> str:
     return "a rank is traced already" if process.recorder is not None else _unwritable(profile)
 
 
-def _start(
-    process: Any, profile: pathlib.Path, times: Times, offset_ns: int, host: str
-) -> None:
+def _start(process: Any, profile: pathlib.Path, times: Times, offset_ns: int, host: str) -> None:
     """Starts to record, and JAX's profiler, which writes into a folder.
 
     The process's clock is `offset_ns` behind that of the driver, which `host` names.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpp
+from jaxpp.runtime.trace import Times
 from tests.helpers import mesh_of
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 4
@@ -54,7 +55,7 @@ def batch():
     return jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
 
 
-def traced(folder, *, calls=3, stages=3, ranks=3, shared=False, times="profile", **how):
+def traced(folder, *, calls=3, stages=3, ranks=3, shared=False, times: Times = "profile", **how):
     """The trace of some calls, and the placed step."""
     mesh = mesh_of(ranks, shared)
     step = step_of(mesh, **how)

@@ -13,10 +13,9 @@ import pytest
 
 import jaxpp
 from jaxpp._program import Run
-
+from jaxpp.runtime.trace._assemble import assemble
 from jaxpp.runtime.trace._clock import Offset
 from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
-from jaxpp.runtime.trace._assemble import assemble
 from tests.helpers import assert_same, mesh_of
 from tests.runtime.trace import steps
 
