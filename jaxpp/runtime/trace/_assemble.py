@@ -37,10 +37,11 @@ def assemble(
     step_of = {run.call: run.step for own in records.values() for run in own.runs}
     calls = {call: steps[step] for call, step in sorted(step_of.items()) if step in steps}
     messages = _messages(records, calls, seconds)
-    runs = _runs(records, calls, seconds, messages, device_of)
-    messages = [_between(m, runs) for m in messages]
+    runs = _runs(_note(records, calls, seconds, device_of), messages)
+    by_place: dict[Where, TracedRun] = {(r.call, r.rank, r.position): r for r in runs}
+    messages = [_between(m, by_place) for m in messages]
     return Trace(
-        tuple(sorted(runs.values(), key=lambda run: (run.start, run.end, run.rank))),
+        tuple(sorted(runs, key=lambda run: (run.start, run.end))),
         tuple(sorted(messages, key=lambda m: (m.start, m.message.tag))),
         MappingProxyType(calls),
         tuple(device_of),
@@ -53,81 +54,84 @@ def assemble(
 
 @dataclasses.dataclass(slots=True)
 class _Noted:
-    """What was noted of a run, in seconds: its dispatch, and its start and end where known."""
+    """What was noted of a run, in seconds: its dispatch, and its start and end where known.
+
+    `lane` is the device with the lane that runs it.
+    """
 
     run: Run
+    lane: tuple[int, str]
     dispatched: float
     start: float | None
     end: float | None
 
 
-def _runs(
-    records: Mapping[int, Records],
-    calls: Mapping[int, Bundle],
-    seconds: Seconds,
-    messages: Sequence[TracedMessage],
-    device_of: Sequence[int],
-) -> dict[Where, TracedRun]:
-    """Makes the runs of all ranks, each lane of each device by itself."""
-    lanes: dict[tuple[int, str], dict[Where, _Noted]] = defaultdict(dict)
-    for process, own in records.items():
-        for record in own.runs:
-            if record.call not in calls:
-                continue
-            run = calls[record.call].programs[record.rank].instructions[record.position]
-            assert isinstance(run, Run)
-            times = (
-                None if time is None else seconds(process, time)
-                for time in (record.start, record.end)
-            )
-            noted = _Noted(run, seconds(process, record.dispatched), *times)
-            where = record.call, record.rank, record.position
-            lanes[device_of[record.rank], run.lane][where] = noted
+def _runs(noted: Mapping[Where, _Noted], messages: Sequence[TracedMessage]) -> list[TracedRun]:
+    """Makes the runs of all ranks from what was noted, which is in the order of dispatch.
+
+    A run whose start is not known started when it could: when it had been dispatched, its lane was
+    free and its messages were there.
+    """
+    _correct_ends(noted, messages)
     arrived: dict[Where, float] = {}
-    left: dict[Where, float] = {}
     for m in messages:
         arrived[m.read_by] = max(arrived.get(m.read_by, m.end), m.end)
-        left[m.made_by] = min(left.get(m.made_by, m.end), m.sent, m.end)
-    runs: dict[Where, TracedRun] = {}
-    for lane in lanes.values():
-        order = sorted(lane, key=lambda where: (lane[where].dispatched, where))
-        _correct_ends(lane, order, left)
-        before = float("-inf")
-        for where in order:
-            runs[where] = _run(where, lane[where], before, arrived.get(where, before))
-            before = runs[where].end
+    free: dict[tuple[int, str], float] = {}
+    runs = []
+    for where, own in noted.items():
+        start, end = own.start, own.end
+        if start is None:
+            begin = own.dispatched
+            start = max(begin, free.get(own.lane, begin), arrived.get(where, begin))
+            start = start if end is None else min(start, end)
+        free[own.lane] = end = start if end is None else end
+        call, rank, position = where
+        assert position is not None
+        times = min(own.dispatched, start), start, end
+        runs.append(TracedRun(call, rank, position, own.run.label, *times, own.run.task))
     return runs
 
 
-def _run(where: Where, noted: _Noted, before: float, arrived: float) -> TracedRun:
-    """Makes a run whose lane was free since `before`, and whose messages were there at `arrived`.
+def _note(
+    records: Mapping[int, Records],
+    calls: Mapping[int, Bundle],
+    seconds: Seconds,
+    device_of: Sequence[int],
+) -> dict[Where, _Noted]:
+    """Puts the records of the calls' runs on one clock, in the order of dispatch."""
+    noted: dict[Where, _Noted] = {}
+    for process, own in records.items():
+        for r in own.runs:
+            if r.call not in calls:
+                continue
+            run = calls[r.call].programs[r.rank].instructions[r.position]
+            assert isinstance(run, Run)
+            start, end = (t if t is None else seconds(process, t) for t in (r.start, r.end))
+            lane = device_of[r.rank], run.lane
+            dispatched = seconds(process, r.dispatched)
+            noted[r.call, r.rank, r.position] = _Noted(run, lane, dispatched, start, end)
+    return dict(sorted(noted.items(), key=lambda item: item[1].dispatched))
 
-    Where its start is not known, it started when it could: when it had been dispatched, its lane
-    was free and its messages were there.
-    """
-    call, rank, position = where
-    assert position is not None
-    start, end = noted.start, noted.end
-    if start is None:
-        start = max(noted.dispatched, before, arrived)
-        start = start if end is None else min(start, end)
-    end = start if end is None else end
-    run, dispatched = noted.run, min(noted.dispatched, start)
-    return TracedRun(call, rank, position, run.label, dispatched, start, end, run.task)
 
-
-def _correct_ends(
-    lane: Mapping[Where, _Noted], order: Sequence[Where], left: Mapping[Where, float]
-) -> None:
+def _correct_ends(noted: Mapping[Where, _Noted], messages: Sequence[TracedMessage]) -> None:
     """Corrects ends that a thread has noted, for it may be woken late.
 
-    A run has ended before the next one of its lane, and before a message that it has made has left.
+    A run has ended before the next one of its lane, before a message that it has made has left, and
+    before the run that reads the message. All of these were dispatched later.
     """
-    after = float("inf")
-    for where in reversed(order):
-        noted = lane[where]
-        if noted.start is None and noted.end is not None:
-            noted.end = after = min(noted.end, after, left.get(where, after))
+    made: dict[Where, list[TracedMessage]] = defaultdict(list)
+    for m in messages:
+        made[m.made_by].append(m)
+    after: dict[tuple[int, str], float] = {}
+    for where, own in reversed(noted.items()):
+        if own.end is None:
+            continue
+        if own.start is None:
+            readers = [noted[m.read_by].end for m in made[where] if m.read_by in noted]
+            bounds = [t for m in made[where] for t in (m.sent, m.end)]
+            bounds += [end for end in readers if end is not None]
+            own.end = min(own.end, after.get(own.lane, own.end), *bounds)
+        after[own.lane] = own.end
 
 
 # ---- messages ------------------------------------------------------------------------------------

@@ -32,11 +32,12 @@ def plain(tmp_path_factory):
     return steps.traced(tmp_path_factory.mktemp("trace") / "run")
 
 
+@pytest.mark.parametrize("times", ["profile", "waits"])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize(("schedule", "stages", "ranks"), SCHEDULES, ids=str)
-def test_each_run_and_each_message_is_there_once(tmp_path, schedule, stages, ranks, shared):
+def test_each_run_and_each_message_is_there_once(tmp_path, schedule, stages, ranks, shared, times):
     trace, step = steps.traced(
-        tmp_path, stages=stages, ranks=ranks, shared=shared, schedule=schedule
+        tmp_path, stages=stages, ranks=ranks, shared=shared, schedule=schedule, times=times
     )
     runs = Counter((run.call, run.rank, run.position) for run in trace.runs)
     assert runs == Counter(
@@ -52,9 +53,11 @@ def test_each_run_and_each_message_is_there_once(tmp_path, schedule, stages, ran
     assert found == Counter((call, tag) for call in range(3) for tag in sent if not shared)
 
 
+@pytest.mark.parametrize("times", ["profile", "waits"])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
-def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
-    trace, _ = steps.traced(tmp_path, shared=shared, schedule=jaxpp.schedules.ZeroBubbleH1())
+def test_times_are_in_the_order_of_what_happens(tmp_path, shared, times):
+    schedule = jaxpp.schedules.ZeroBubbleH1()  # all results of a weight gradient are donated
+    trace, _ = steps.traced(tmp_path, shared=shared, schedule=schedule, times=times)
     by_device = {}
     for run in trace.runs:
         assert 0 < run.dispatched <= run.start <= run.end
@@ -71,7 +74,7 @@ def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
 
 
 def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
-    """The threads of a worker process that callbacks keep busy note ends late."""
+    """Threads that wait may be woken late: those of a process that callbacks keep busy are."""
     trace, _ = steps.traced(tmp_path, stages=2, ranks=2, calls=1)
 
     order: dict[Any, int] = {
@@ -80,7 +83,7 @@ def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
     call, records = trace.calls[0], {}
     for rank in range(2):
         runs = tuple(
-            RunRecord(call, 0, rank, position, start, start + 1_500_000)
+            RunRecord(call, 0, rank, position, start, end=start + 1_500_000)
             for (of, position), start in order.items()
             if of == rank
         )
@@ -103,8 +106,9 @@ def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
     assert isinstance(latency, float) and latency >= 0 and found.simulated().makespan > 0
 
 
-def test_a_task_lasts_as_long_as_it_does(tmp_path):
-    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, loss=steps.sleepy_loss_fn)
+@pytest.mark.parametrize("times", ["profile", "waits"])
+def test_a_task_lasts_as_long_as_it_does(tmp_path, times):
+    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, loss=steps.sleepy_loss_fn, times=times)
     naps = [run.end - run.start for run in trace.runs if run.label.startswith("F1.")]
     others = [run.end - run.start for run in trace.runs if run.label.startswith("F0.")]
     assert len(naps) == 3 * steps.MICROBATCHES
