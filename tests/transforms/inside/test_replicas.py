@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from experiments.hlo_collectives import count_collectives
 from jaxpp._program import Run
 from jaxpp.runtime.checkpoint import load_state, save_state
 from tests.helpers import assert_close, assert_close_sums, assert_same, mesh_of, train_step_of
@@ -125,9 +126,9 @@ def test_more_replicas_than_devices_run_one_after_the_other():
 def collectives(step):
     """The kinds of collectives of a step, once a step and in tasks, by their axes."""
     once, in_tasks = set(), set()
-    for rank in step.describe().ranks:
-        once |= set(rank.step_collectives)
-        in_tasks |= {kind for own in rank.task_collectives.values() for kind in own}
+    for rank in count_collectives(step):
+        once |= set(rank.once)
+        in_tasks |= {kind for own in rank.in_tasks.values() for kind in own}
     return once, in_tasks
 
 
