@@ -123,15 +123,16 @@ def _correct_ends(noted: Mapping[Where, _Noted], messages: Sequence[TracedMessag
     for m in messages:
         made[m.made_by].append(m)
     after: dict[tuple[int, str], float] = {}
-    for where, own in reversed(noted.items()):
-        if own.end is None:
+    for where, own in reversed(list(noted.items())):
+        end = own.end
+        if end is None:
             continue
         if own.start is None:
             readers = [noted[m.read_by].end for m in made[where] if m.read_by in noted]
             bounds = [t for m in made[where] for t in (m.sent, m.end)]
-            bounds += [end for end in readers if end is not None]
-            own.end = min(own.end, after.get(own.lane, own.end), *bounds)
-        after[own.lane] = own.end
+            bounds += [read for read in readers if read is not None]
+            own.end = end = min([end, after.get(own.lane, end), *bounds])
+        after[own.lane] = end
 
 
 # ---- messages ------------------------------------------------------------------------------------

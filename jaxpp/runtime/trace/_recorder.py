@@ -16,7 +16,13 @@ from jaxpp.runtime.trace._watch import Watcher, mark
 
 
 def wait_for_runs() -> None:
-    """Waits until this process has computed all that it has dispatched."""
+    """Waits until this process has computed all that it has dispatched.
+
+    A device takes what a thread dispatches in order, so that the next computation is the last one.
+    What other threads have dispatched has results that are alive, or nobody wants it.
+    """
+    for device in jax.local_devices():
+        mark(jax.device_put(0, device)).block_until_ready()
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # of a call that has failed, or deleted meanwhile
             array.block_until_ready()

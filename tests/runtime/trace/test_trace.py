@@ -220,8 +220,10 @@ def test_tracing_changes_no_result(tmp_path):
 
 
 def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
+    """Nor are those that go on as it starts, and whose results nobody has."""
     mesh = mesh_of(2)
-    step = steps.step_of(mesh)
+    step = steps.step_of(mesh, loss=steps.sleepy_loss_fn)
+    step(steps.params_of(2), steps.batch())
     params, _ = step(steps.params_of(2), steps.batch())
     mesh.start_trace(tmp_path / "run")
     params, _ = step(params, steps.batch())
@@ -232,6 +234,7 @@ def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
         params, _ = step(params, steps.batch())
     second = mesh.stop_trace()
     assert (first.calls, second.calls) == ((0,), (1, 2))
+    assert not first.errors and not second.errors
     assert mesh._tracing.recorder is None
 
 
