@@ -221,10 +221,16 @@ def test_tracing_changes_no_result(tmp_path):
 
 def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
     """Nor are those that go on as it starts, and whose results nobody has."""
+
+    def long_loss_fn(params, x):
+        start = jax.lax.stop_gradient(jnp.full((64, 64), x[0, 0]))
+        y = jax.lax.fori_loop(0, 2000, lambda _, y: jnp.tanh(y @ y), start)
+        return steps.loss_fn(params, x + 0 * y[0, 0])
+
     mesh = mesh_of(2)
-    step = steps.step_of(mesh, loss=steps.sleepy_loss_fn)
-    step(steps.params_of(2), steps.batch())
+    step = steps.step_of(mesh, loss=long_loss_fn)
     params, _ = step(steps.params_of(2), steps.batch())
+    step([jnp.copy(w) for w in params], steps.batch())
     mesh.start_trace(tmp_path / "run")
     params, _ = step(params, steps.batch())
     first = mesh.stop_trace()
