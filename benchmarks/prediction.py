@@ -136,7 +136,7 @@ def workers_ratio(config: Config, mesh: Any) -> float:
     for _ in range(_REPEATS.value):
         before = seconds(3)
         with tempfile.TemporaryDirectory() as folder:
-            mesh.start_trace(folder, profiler=False)
+            mesh.start_trace(folder)
             seconds(3)
             trace = mesh.stop_trace()
         predicted = jaxpp.predict(step, *state, tokens, keys, costs=trace).seconds

@@ -222,7 +222,7 @@ def traced_tasks(
 ) -> Traced:
     """Traces some steps of the pipeline."""
     with tempfile.TemporaryDirectory() as folder:
-        mesh.start_trace(folder, profiler=False)
+        mesh.start_trace(folder)
         seconds = run(4)
         trace = mesh.stop_trace()
     own = []

@@ -1,7 +1,7 @@
 """What tracing costs: a step with and without it, in turns, for tasks of several lengths.
 
     python -m benchmarks.tracing
-    python -m benchmarks.tracing --task_ms=1,5 --rounds=20 --profiler
+    python -m benchmarks.tracing --task_ms=1,5 --rounds=20 --times=waits
     python -m benchmarks.tracing --mesh=ray
 
 Ranks are devices of this process, or worker processes, each bound to a core. Each round calls the
@@ -29,7 +29,7 @@ _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Microbatches of a step.
 _CALLS = flags.DEFINE_integer("calls", 5, "Calls of the step in a turn.", 1)
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Pairs of turns.", 1)
 _MESH = flags.DEFINE_enum("mesh", "local", ["local", "ray"], "Devices or worker processes.")
-_PROFILER = flags.DEFINE_bool("profiler", False, "Whether JAX's profiler records, too.")
+_TIMES = flags.DEFINE_enum("times", "profile", ["profile", "waits"], "Where times come from.")
 _SCHEDULE = flags.DEFINE_string("schedule", "1f1b", "For jaxpp.schedules.by_name.")
 
 _WIDTH = 128
@@ -99,12 +99,12 @@ def compare(mesh: Any, task_seconds: float) -> tuple[list[float], list[float], f
                 times[traced] = turn()
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                mesh.start_trace(f"{folder}/trace", profiler=_PROFILER.value)
+                mesh.start_trace(f"{folder}/trace", times=_TIMES.value)
                 times[traced] = turn()
                 trace = mesh.stop_trace()
                 tasks = [run.end - run.start for run in trace.runs if run.label[0] == "F"]
                 forward = statistics.median(tasks)
-        if n:  # the first one compiles what marks the ends of tasks
+        if n:  # the first one loads what reads profiles, and compiles marks
             off.append(times[False])
             on.append(times[True])
     return off, on, forward

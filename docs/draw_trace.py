@@ -58,7 +58,7 @@ def _measure() -> dict[str, Timeline]:
     x = jnp.ones((_WIDTH * _MICROBATCHES, _WIDTH))
     jax.block_until_ready(step(weights, x))
     with tempfile.TemporaryDirectory() as folder:
-        mesh.start_trace(folder, profiler=False)
+        mesh.start_trace(folder)
         for _ in range(_CALLS):
             jax.block_until_ready(step(weights, x))
         trace = mesh.stop_trace()

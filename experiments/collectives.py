@@ -4,8 +4,8 @@
     python -m experiments.collectives --cases='data, ZeRO-1;model'
 
 Each case places a small transformer on two ranks, which split it in one way inside a rank, and
-compiles the step. The table counts the collectives in the compiled programs of the first rank, as
-`describe()` finds them: those of a forward and of a backward task, which run for each microbatch,
+compiles the step. The table counts the collectives in the compiled programs of the first rank:
+those of a forward and of a backward task, which run for each microbatch,
 and those that run once a step.
 """
 
@@ -21,6 +21,7 @@ from absl import app, flags
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from experiments.hlo_collectives import count_collectives
 
 EXAMPLES, TIME, FEATURES, WIDTH, HEADS, MICROBATCHES = 16, 8, 4, 16, 4, 2
 OPTIMIZER = optax.adam(1e-3)
@@ -174,9 +175,8 @@ def row(name: str) -> str:
     step, arguments = placed(CASES[name])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="place: the microbatches")
-        rank = step.lower(*arguments).compile().describe().ranks[0]
-    tasks = rank.task_collectives
-    found = tasks.get("F0", {}), tasks.get("B0", {}), rank.step_collectives
+        rank = count_collectives(step.lower(*arguments).compile())[0]
+    found = rank.in_tasks.get("F0", {}), rank.in_tasks.get("B0", {}), rank.once
     return f"| {' | '.join((name, *map(counted, found)))} |"
 
 

@@ -102,7 +102,7 @@ class Training:
 def traced(training: Training, mesh: Any, steps: int = 4) -> jaxpp.Trace:
     """The trace of some steps."""
     with tempfile.TemporaryDirectory() as folder:
-        mesh.start_trace(folder, profiler=False)
+        mesh.start_trace(folder)
         training.seconds(steps)
         return mesh.stop_trace()
 

@@ -5,6 +5,7 @@ model under another schedule compiles only the new ones.
 """
 
 import collections
+import contextlib
 import os
 import threading
 from collections.abc import Hashable, Sequence
@@ -18,7 +19,6 @@ from jax.sharding import Mesh
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Computation, Run
 from jaxpp.runtime.arrays import Home, devices_of, sharding_in
-from jaxpp.runtime.executor import _progress
 from jaxpp.runtime.executor._copies import Copier, copies
 
 
@@ -56,8 +56,8 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         if target in copying:
             return {home: Copier(computation, home) for home in targets[target]}
         if not known:
-            with progress.compiling(computation.name, len(computation.jaxpr.eqns)):
-                known = _Executables(computation, _compat.compiled(lowered), first)
+            known = _Executables(computation, _compat.compiled(lowered), first)
+            bar.update()
         _kept.put(keys[target], known)
         return {home: known.on(home) for home in targets[target]}
 
@@ -65,7 +65,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
     by_size = sorted(targets, key=lambda target: -len(bundle.computations[target[0]].jaxpr.eqns))
     known = {target: _kept.get(keys[target]) for target in by_size}
     new = sum(found is None and target not in copying for target, found in known.items())
-    with _progress.Progress(new) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with _progress(new) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
         for target in by_size:
             lowered = None
@@ -77,6 +77,23 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         {n: built[n, _shape_of(home)][home] for n in numbers}
         for numbers, home in zip(used, homes, strict=True)
     ]
+
+
+def _progress(total: int) -> Any:
+    """Makes a bar of `tqdm`, where that is installed: on a terminal, after two seconds."""
+    try:
+        import tqdm
+    except ImportError:
+        return _NoBar()
+    return tqdm.tqdm(total=total, desc="jaxpp: compiling", delay=2, leave=False, disable=None)
+
+
+class _NoBar(contextlib.nullcontext):
+    def __enter__(self) -> "_NoBar":
+        return self
+
+    def update(self) -> None:
+        pass
 
 
 def _shape_of(home: Home) -> Any:

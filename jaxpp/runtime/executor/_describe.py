@@ -1,4 +1,4 @@
-"""`describe`: what each rank of a placed step holds, sends and reduces."""
+"""`describe`: what each rank of a placed step holds and sends."""
 
 import dataclasses
 import json
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from jaxpp import _html
 from jaxpp._compat import memory_kind
-from jaxpp._program import Bundle, Program, Role, Run
-from jaxpp.runtime.executor._analysis import Analysis, Inspected
+from jaxpp._program import Bundle, Program, Role
+from jaxpp.runtime.executor._analysis import Inspected
 from jaxpp.runtime.executor._memory import HOST, array_bytes, format_bytes, held_bytes, over_time
 
 
 @dataclasses.dataclass(frozen=True)
 class RankDescription:
-    """The share of one rank in a placed step: what it holds, sends and reduces.
+    """The share of one rank in a placed step: what it holds and sends.
 
     All bytes are those of one device, but for `sent_bytes`.
 
@@ -36,13 +36,6 @@ class RankDescription:
         host_bytes: what arrays in the memory of the host take, at their most; they count nowhere
             else.
         sent_bytes: by the rank that it sends to, the bytes of a step, from all devices together.
-        collectives: by kind and axes, such as `"all-reduce over data"`, how many a step runs.
-        step_collectives: those that it runs once, whatever the number of microbatches: the sums of
-            gradients, and what is around the loop.
-        task_collectives: for each kind of task, such as `"F0"`, how many each microbatch's runs:
-            those of tensor parallelism, and sums over the batch that a model needs at once, such as
-            batch statistics. One in a loop inside a task counts once. In a step of several loops
-            the stages of each are numbered on from those of the loops before.
     """
 
     rank: int
@@ -57,21 +50,18 @@ class RankDescription:
     peak_bytes: int
     host_bytes: int
     sent_bytes: Mapping[int, int]
-    collectives: Mapping[str, int]
-    step_collectives: Mapping[str, int]
-    task_collectives: Mapping[str, Mapping[str, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A placed step, rank by rank: what each holds, sends and reduces; shown as a table.
+    """A placed step, rank by rank: what each holds and sends; shown as a table.
 
     Args:
         ranks: a description of each.
 
     Example:
         >>> figures = 4, 16, 32, 16, 8, 0, 72, 0
-        >>> one = RankDescription(0, (0,), ("cpu:0",), *figures, {1: 64}, {}, {}, {})
+        >>> one = RankDescription(0, (0,), ("cpu:0",), *figures, {1: 64})
         >>> print(str(Description((one,))).splitlines()[1])
         0     0       cpu:0    4           32 B       16 B          8 B          0 B        72 B ...
     """
@@ -105,7 +95,7 @@ class Description:
 
 _HEADER = (
     "rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
-    "temporary", "at once", "on the host", "sent to", "collectives once a step", "in each task",
+    "temporary", "at once", "on the host", "sent to",
 )  # fmt: skip
 _NOTE = (
     "Bytes are those of one device, at their most; those sent are of a rank's devices together, in "
@@ -126,13 +116,6 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
         format_bytes(rank.peak_bytes),
         format_bytes(rank.host_bytes),
         "\n".join(f"{to}: {format_bytes(n)}" for to, n in rank.sent_bytes.items()) or "-",
-        "\n".join(f"{n} {kind}" for kind, n in rank.step_collectives.items()) or "-",
-        "\n".join(
-            f"{task}: {n} {kind}"
-            for task, counted in rank.task_collectives.items()
-            for kind, n in counted.items()
-        )
-        or "-",
     )
 
 
@@ -158,7 +141,6 @@ def _describe_rank(
     sent: Counter[int] = Counter()
     for send in program.sends:
         sent[send.message.target] += send.message.nbytes
-    counted, once, in_tasks = _collectives(program, rank.analyses)
     return RankDescription(
         program.rank,
         program.stages,
@@ -172,27 +154,4 @@ def _describe_rank(
         peaks["all"],
         peaks[HOST],
         dict(sorted(sent.items())),
-        dict(sorted(counted.items())),
-        dict(sorted(once.items())),
-        {task: dict(sorted(own.items())) for task, own in in_tasks.items()},
     )
-
-
-def _collectives(
-    program: Program, analyses: Mapping[int, Analysis]
-) -> tuple[Counter[str], Counter[str], dict[str, Counter[str]]]:
-    """Counts all collectives of a step, those outside tasks, and those of each kind of task."""
-    counted: Counter[str] = Counter()
-    once: Counter[str] = Counter()
-    in_tasks: dict[str, Counter[str]] = {}
-    for run in program.instructions:
-        if not isinstance(run, Run) or not (found := analyses[run.computation].collectives):
-            continue
-        own = Counter({f"{kind} over {axes}": n for (kind, axes), n in found.items()})
-        counted += own
-        if run.task:
-            task = f"{run.task.kind}{run.task.stage}"
-            in_tasks[task] = in_tasks.get(task, Counter()) | own
-        else:
-            once += own
-    return counted, once, in_tasks

@@ -22,6 +22,13 @@ class Transport(Protocol):
         """Returns the arrays of a message."""
         ...
 
+    def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
+        """Returns what a message that was just sent is copied to inside this process.
+
+        These are the two homes, and the arrays in the second one; None where nothing is copied.
+        """
+        ...
+
 
 class Executor:
     """The executor of one rank: its slots, its executables, and the loop over its instructions.
@@ -47,7 +54,7 @@ class Executor:
         self.executables = executables
         self.slots: list[Any] = [None] * program.num_slots
         self._rank = program.rank
-        self._transport = transport
+        self.transport = transport
         self._find_invalid = find_invalid
         #: The instruction that runs, or ran last.
         self.at: Instruction | None = None
@@ -73,11 +80,11 @@ class Executor:
                 for slot in instruction.slots:
                     slots[slot] = None
             elif isinstance(instruction, Send):
-                self._transport.send([slots[i] for i in instruction.slots], instruction.message)
+                self.transport.send([slots[i] for i in instruction.slots], instruction.message)
             elif isinstance(instruction, Wait):
                 jax.block_until_ready([slots[i] for i in instruction.slots])
             else:
-                arrays = self._transport.receive(instruction.message)
+                arrays = self.transport.receive(instruction.message)
                 for slot, value in zip(instruction.slots, arrays, strict=True):
                     slots[slot] = value
 

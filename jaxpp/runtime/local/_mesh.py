@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Send
+from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle
 from jaxpp.runtime.arrays import (
     ArrayType,
     Home,
@@ -39,7 +39,7 @@ from jaxpp.runtime.executor import (
 )
 from jaxpp.runtime.local._feeds import Feed, Fetch, Place
 from jaxpp.runtime.local._tracing import LocalTracing
-from jaxpp.runtime.trace import Recorder, Trace, clock
+from jaxpp.runtime.trace import Recorder, Times, Trace
 from jaxpp.runtime.transport import RUN_AHEAD, Near
 
 
@@ -124,16 +124,19 @@ class MpmdMesh:
         """Compiles a step; returns the function that runs the step on its arguments."""
         return with_stacked(LocalStep(bundle, self.homes, self._tracing, self._lock), bundle)
 
-    def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
+    def start_trace(self, directory: str | os.PathLike[str], *, times: Times = "profile") -> None:
         """Starts to record the tasks and messages of the ranks.
+
+        JAX's profiler records, too, into `<directory>/profile-0`: what each task consists of.
 
         Args:
             directory: where `stop_trace` writes its files; those of an earlier trace are replaced.
-            profiler: whether JAX's profiler records, too, into `<directory>/profile-0`: what each
-                task consists of. It costs more than the rest.
+            times: where the times of tasks come from: JAX's profile (`"profile"`), or threads that
+                wait for the results (`"waits"`). On GPUs they always come from threads.
 
         Raises:
             RuntimeError: the mesh is traced already, or JAX's profiler runs.
+            ValueError: `times` is neither.
             OSError: the directory cannot be written to.
 
         Example:
@@ -143,14 +146,14 @@ class MpmdMesh:
             >>> mesh = jaxpp.MpmdMesh((1,))
             >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     mesh.start_trace(folder, profiler=False)
+            ...     mesh.start_trace(folder)
             ...     gradient = step(jnp.eye(2), jnp.ones((4, 2)))
             ...     trace = mesh.stop_trace()
             >>> [run.label for run in trace.runs if run.label[0] in "FB"]
             ['F0.0', 'B0.0', 'F0.1', 'B0.1']
         """
         with self._lock:
-            self._tracing.start(directory, profiler)
+            self._tracing.start(directory, times)
 
     def stop_trace(self) -> Trace:
         """Ends the trace once all calls have been computed, and writes its files.
@@ -289,11 +292,7 @@ class LocalStep:
         call, number = self._tracing.begin(self.bundle), id(self.bundle)
         for executor in self.executors:
             recorder.prepare(executor)
-        for rank, chunk in self.order:
-            source, dispatched = self.homes[rank], clock()
-            recorder.execute(self.executors[rank], chunk, call, number, source)
-            for message in (i.message for i in chunk if isinstance(i, Send)):
-                link = source, self.homes[message.target]
-                if link[0] is not link[1]:
-                    arrays = self.transport.arrays_of(message)
-                    recorder.copied(call, message, arrays, dispatched, link)
+        with recorder.calling(call):
+            self._dispatcher.run(
+                lambda executor, chunk: recorder.execute(executor, chunk, call, number)
+            )

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp._program import Bundle
-from jaxpp.runtime.trace import Recorder, Trace, Tracing, start_trace, stop_trace
+from jaxpp.runtime.trace import Recorder, Times, Trace, Tracing, start_trace, stop_trace
 
 
 class LocalTracing:
     """The trace of a local mesh, and the mesh's one process, for `start_trace`.
 
-    `recorder` clocks the runs of the mesh's steps, where it is not None.
+    `recorder` records the runs of the mesh's steps, where it is not None.
     """
 
-    rank = 0
-    num_ranks = 1
+    first_ranks = (0,)
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
@@ -30,9 +29,9 @@ class LocalTracing:
         """Runs `function(process, *args)`."""
         return {number: function(self, *own) for number, own in args.items()}
 
-    def start(self, directory: str | os.PathLike[str], profiler: bool) -> None:
+    def start(self, directory: str | os.PathLike[str], times: Times) -> None:
         """Starts a trace."""
-        self._tracing = start_trace(self, directory, profiler, self._tracing)
+        self._tracing = start_trace(self, directory, times, self._tracing)
 
     def stop(self, homes: Sequence[Any]) -> Trace:
         """Ends the trace, and writes its files."""

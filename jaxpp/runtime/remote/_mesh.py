@@ -130,6 +130,8 @@ class RemoteMpmdMesh:
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
+        #: A rank of each process, by which traces reach it.
+        self.first_ranks = range(0, axes.num_ranks, ranks_per_process)
         self._group = group = WorkerGroup(settings, self._describe)
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
@@ -196,14 +198,16 @@ class RemoteMpmdMesh:
 
     # ---- traces ---------------------------------------------------------------------------------
 
-    def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
+    def start_trace(
+        self, directory: str | os.PathLike[str], *, times: trace.Times = "profile"
+    ) -> None:
         """Starts to record, as `MpmdMesh.start_trace`, in the first process of each rank.
 
         The files are written on this host; JAX's profile of each worker, into
-        `<directory>/profile-<rank>` on the rank's host.
+        `<directory>/profile-<rank>` on the host of the worker, by its first rank.
         """
         steps = self._steps
-        steps.tracing = trace.start_trace(self, directory, profiler, steps.tracing)
+        steps.tracing = trace.start_trace(self, directory, times, steps.tracing)
 
     def stop_trace(self) -> trace.Trace:
         """Ends the trace, and writes its files, as `MpmdMesh.stop_trace`; all is on one clock.

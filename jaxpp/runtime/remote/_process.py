@@ -17,7 +17,7 @@ import jax
 from jaxpp import _compat
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
-from jaxpp.runtime.executor import Dispatcher, Executor
+from jaxpp.runtime.executor import Dispatcher
 from jaxpp.runtime.remote._call import Call, Packed, pack, unpack
 from jaxpp.runtime.remote._failure import Failed, Failure, Lost
 from jaxpp.runtime.remote._feed import Batch
@@ -161,16 +161,15 @@ class Process:
             self.fail(error)
 
     def _dispatch(self, dispatcher: Dispatcher, call: Call) -> None:
-        """Dispatches what the ranks run in a step; records it where a rank is traced."""
-
-        def execute(executor: Executor, chunk: Any) -> None:
-            recorder = self.ranks[executor.program.rank].recorder
-            if recorder is None:
-                executor.execute(chunk)
-            else:
-                recorder.execute(executor, chunk, call.number, call.step)
-
-        dispatcher.run(execute)
+        """Dispatches what the ranks run in a step; records it where the process is traced."""
+        recorder = self.transport.recorder
+        if recorder is None:
+            dispatcher.run()
+            return
+        with recorder.calling(call.number):
+            dispatcher.run(
+                lambda executor, chunk: recorder.execute(executor, chunk, call.number, call.step)
+            )
 
     @in_order
     def compile(self, compiling: Mapping[int, Compiling]) -> dict[int, bytes]:

@@ -68,8 +68,6 @@ class Rank:
         get: Callable[[Any], Any],
     ):
         self.rank, self.process, self.home, self.transport = rank, process, home, transport
-        #: Records the times of tasks, where it is not None: see `trace.Recorder`.
-        self.recorder: Any = None
         self.arrays = RankArrays(changed)
         self.loader = Loader(get)
         #: Why the process does no more work; None while it is well.
@@ -225,7 +223,7 @@ class Rank:
         """Drops the arrays of the rank, which must be idle, and makes it fit for work again."""
         with self._changed:
             self.arrays.clear()
-            self.failure, self.feeds, self.recorder = None, False, None
+            self.failure, self.feeds = None, False
             self._resets += 1
             self._changed.notify_all()
         self.loader.reset()

@@ -6,7 +6,7 @@ import platform
 import time
 from typing import Any
 
-from jaxpp.runtime.trace._recorder import clock
+from jaxpp.runtime.trace._records import clock
 
 #: The event of JAX's profiles that has the time of the driver's clock; see `merge_traces`.
 CLOCK_EVENT = "jaxpp clock"

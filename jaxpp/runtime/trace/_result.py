@@ -5,13 +5,10 @@ import functools
 import pathlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping
 
-from jaxpp._program import Bundle, Message, Receive, Run, Send
+from jaxpp._program import Bundle, Message, Run
 from jaxpp.runtime.trace import _figures
-from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._recorder import Records
 from jaxpp.schedules import Costs, Task, Timeline, simulate
 
 #: A run: its call, its rank, and its position in the rank's program; None where there is no such.
@@ -79,7 +76,7 @@ class Trace:
         timeline_path: the timeline as a file that ui.perfetto.dev and chrome://tracing open.
         picture_path: the picture of a typical call beside its simulation; None where no call had
             a scheduled loop.
-        profile_paths: the folders of JAX's own profiles, for each process; none without `profiler`.
+        profile_paths: the folders of JAX's own profiles, for each process; in TensorBoard's form.
         errors: what kept some runs from being known, such as a step that failed.
 
     Example:
@@ -89,7 +86,7 @@ class Trace:
         >>> mesh = jaxpp.MpmdMesh((1,))
         >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     mesh.start_trace(folder, profiler=False)
+        ...     mesh.start_trace(folder)
         ...     gradient = step(jnp.eye(2), jnp.ones((4, 2)))
         ...     trace = mesh.stop_trace()
         >>> print(*trace.timeline().table.ranks[0])
@@ -287,154 +284,6 @@ class Trace:
         return messages
 
     def _is_whole(self, call: int) -> bool:
-        tasks = self._tasks(call)
-        return bool(tasks) and tasks <= {run.task for run in self._by_call[call]}
-
-
-def _run_at(where: Where, calls: Mapping[int, Bundle]) -> Run:
-    """Returns the instruction that a record is of."""
-    call, rank, position = where
-    assert position is not None
-    instruction = calls[call].programs[rank].instructions[position]
-    assert isinstance(instruction, Run)
-    return instruction
-
-
-def assemble(
-    records: Mapping[int, Records],
-    offsets: Mapping[int, Offset],
-    zero: int,
-    steps: Mapping[int, Bundle],
-    device_of: Sequence[int],
-) -> Trace:
-    """Puts the records of processes on one clock.
-
-    A run starts when it has been dispatched, the run before it on its lane of its device has ended,
-    and its messages are there, whichever comes last. The threads that note ends have to be woken,
-    one a little later than another, so ends are corrected: a run has ended before the message after
-    it has left, and before that message has come in, which the receiver may note first; a message
-    has come in before the run that reads it has ended.
-
-    Args:
-        records: those of each process.
-        offsets: for each process, what its clock is behind that of the driver.
-        zero: the driver's time, in nanoseconds, from which times count.
-        steps: the programs of each step by its number.
-        device_of: for each rank, the number of its device.
-    """
-
-    def seconds(process: int, time: int) -> float:
-        return (offsets[process].to_driver(time) - zero) / 1e9
-
-    step_of = {run.call: run.step for own in records.values() for run in own.runs}
-    calls = {call: steps[step] for call, step in sorted(step_of.items()) if step in steps}
-    messages = _messages(records, calls, seconds)
-    dispatched: dict[Where, float] = {}
-    ended: dict[Where, float] = {}
-    for process, own in records.items():
-        for run in own.runs:
-            if run.call in calls:
-                where = run.call, run.rank, run.position
-                dispatched[where] = seconds(process, run.dispatched)
-                ended[where] = seconds(process, run.end)
-    for m in messages:
-        if m.made_by in ended:
-            ended[m.made_by] = min(ended[m.made_by], m.sent, m.end)
-    by_lane: dict[tuple[int, str], list[Where]] = {}
-    for where in sorted(ended, key=lambda where: (dispatched[where], ended[where])):
-        lane = _run_at(where, calls).lane
-        by_lane.setdefault((device_of[where[1]], lane), []).append(where)
-    _bring_forward(ended, list(by_lane.values()), messages)
-    arrived: dict[Where, float] = {}
-    for m in messages:
-        arrived[m.read_by] = max(arrived.get(m.read_by, m.end), m.end)
-    runs = []
-    for own in by_lane.values():
-        before = float("-inf")
-        for where in own:
-            call, rank, position = where
-            assert position is not None
-            instruction = _run_at(where, calls)
-            begun, end = dispatched[where], ended[where]
-            start = min(max(begun, before, arrived.get(where, before)), end)
-            label, task = instruction.label, instruction.task
-            runs.append(TracedRun(call, rank, position, label, begun, start, end, task))
-            before = end
-    messages = [_between(m, ended) for m in messages]
-    return Trace(
-        tuple(sorted(runs, key=lambda run: (run.start, run.end, run.rank))),
-        tuple(sorted(messages, key=lambda m: (m.start, m.message.tag))),
-        MappingProxyType(calls),
-        tuple(device_of),
-        errors=tuple(dict.fromkeys(error for own in records.values() for error in own.errors)),
-    )
-
-
-def _messages(
-    records: Mapping[int, Records],
-    calls: Mapping[int, Bundle],
-    seconds: Callable[[int, int], float],
-) -> list[TracedMessage]:
-    """Joins the records of both ends of each message of the calls."""
-    ends: tuple[dict[tuple[int, int], tuple[float, float]], ...] = ({}, {})
-    for process, own in records.items():
-        for found, kept in zip((own.sent, own.received), ends, strict=True):
-            for r in found:
-                kept[r.call, r.tag] = seconds(process, r.start), seconds(process, r.end)
-    known = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
-    messages = []
-    for (call, tag), (start, sent) in ends[0].items():
-        ends_of = known[id(calls[call])].get(tag) if call in calls else None
-        if ends_of is not None and (call, tag) in ends[1]:
-            messages.append(TracedMessage(call, *ends_of, start, sent, *ends[1][call, tag]))
-    return messages
-
-
-def _bring_forward(
-    ended: dict[Where, float],
-    orders: Sequence[Sequence[Where]],
-    messages: Sequence[TracedMessage],
-) -> None:
-    """Corrects ends that were noted too late: a run ends no later than the runs that need it.
-
-    These are the next run on its device, and the readers of its messages.
-    """
-    pairs: list[tuple[Where, Where]] = [
-        (a, b) for own in orders for a, b in zip(own, own[1:], strict=False)
-    ][::-1]
-    pairs += [(m.made_by, m.read_by) for m in reversed(messages)]
-    pairs = [(a, b) for a, b in pairs if a in ended and b in ended]
-    late = True
-    while late:
-        late = [(a, b) for a, b in pairs if ended[b] < ended[a]]
-        for a, b in late:
-            ended[a] = min(ended[a], ended[b])
-
-
-def _between(sent: TracedMessage, ended: Mapping[Where, float]) -> TracedMessage:
-    """Corrects the times of a message: sent after its maker ends, there before its reader ends."""
-    maker = ended.get(sent.made_by, sent.start)
-    reader = ended.get(sent.read_by, sent.end)
-    start = min(max(sent.start, maker), sent.sent, reader)
-    end = max(min(sent.end, reader), start)
-    arriving = min(max(sent.arriving, start), end)
-    done = max(min(sent.sent, end), start)
-    return dataclasses.replace(sent, start=start, sent=done, arriving=arriving, end=end)
-
-
-def _ends_of_messages(bundle: Bundle) -> dict[int, tuple[Message, int | None, int | None]]:
-    """Finds for each tag the message, the run before its send, and the first run that reads it."""
-    makers: dict[int, tuple[Message, int | None]] = {}
-    readers: dict[int, int] = {}
-    for program in bundle.programs:
-        last, waiting = None, []
-        for position, instruction in enumerate(program.instructions):
-            match instruction:
-                case Run():
-                    readers.update(dict.fromkeys(waiting, position))
-                    last, waiting = position, []
-                case Send(message=message):
-                    makers[message.tag] = message, last
-                case Receive(message=message):
-                    waiting.append(message.tag)
-    return {tag: (*made, readers.get(tag)) for tag, made in makers.items()}
+        programs = self.steps[call].programs
+        runs = sum(isinstance(i, Run) for p in programs for i in p.instructions)
+        return bool(self._tasks(call)) and runs == len(self._by_call[call])

@@ -58,9 +58,13 @@ class Near:
             arrays = _mover(source, target, message.specs, kinds)(arrays)
         self._mail[message.tag] = arrays
 
-    def arrays_of(self, message: Message) -> list[Any]:
-        """Returns the arrays of a message that has not been received, on the devices they go to."""
-        return self._mail[message.tag]
+    def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
+        """Returns the homes that a message goes between, and its arrays in the second one.
+
+        None where both are one home. The message has been sent, and not been received.
+        """
+        link = self._homes[message.source], self._homes[message.target]
+        return None if link[0] is link[1] else (link, self._mail[message.tag])
 
     def receive(self, message: Message) -> Any:
         """Returns the arrays of a message."""

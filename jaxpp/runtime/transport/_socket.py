@@ -389,6 +389,10 @@ class SocketTransport:
             peer.unread.update(map(id, item.arrays))
         self._let_do(peer, functools.partial(self._send_later, peer, item))
 
+    def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
+        """Returns what `Near.copies_of` does; None for a message to another process."""
+        return self.near.copies_of(message) if message.target in self.homes else None
+
     def _peer(self, rank: int) -> _Peer:
         """Returns the connection to a rank's process, once it is there."""
         if self._error is None and (self._firsts is None or rank not in self._firsts):

@@ -357,13 +357,12 @@ class Placed(Generic[P, R]):
         return self.bundle.as_text()
 
     def describe(self) -> Any:
-        """Tells what each rank holds, sends and reduces in a step, as it was called last.
+        """Tells what each rank holds and sends in a step, as it was called last.
 
         Returns:
             A `jaxpp.runtime.Description`: for each rank its devices, the bytes of parameters,
-            optimizer state, accumulators and activations on each of them, the bytes that it sends
-            to other ranks, and the collectives between its devices. `str` makes it a table,
-            `as_json` JSON.
+            optimizer state, accumulators and activations on each of them, and the bytes that it
+            sends to other ranks. `str` makes it a table, `as_json` JSON.
 
         Raises:
             ValueError: the step has not been called yet.

@@ -1,8 +1,8 @@
-"""How a step's computations are compiled: once each, from a cache on disk, with a report."""
+"""How a step's computations are compiled: once each, from a cache on disk, with a bar."""
 
+import contextlib
 import io
 import sys
-import time
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxpp
-from jaxpp.runtime.executor import _compile, _progress
+from jaxpp.runtime.executor import _compile
+from tests.helpers import mesh_of
 
 STAGES = 4
 
@@ -81,48 +82,39 @@ class Terminal(io.StringIO):
         return True
 
 
-def report(monkeypatch, stream, asked=None, patience=0.0):
+@pytest.mark.parametrize("tqdm", [True, False], ids=["tqdm", "without"])
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "log"])
+def test_a_long_compilation_has_a_bar_on_a_terminal(monkeypatch, tqdm, terminal):
+    stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.delenv(_progress.VARIABLE, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(_progress.VARIABLE, asked)
-    with _progress.Progress(2, patience) as progress:
-        for name, size in {"F0": 12, "B0": 30}.items():
-            with progress.compiling(name, size):
-                pass
-    return stream.getvalue()
+    if not tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with _compile._progress(2) as bar:
+        if tqdm:
+            bar.delay = bar.mininterval = 0  # else what is soon done has no bar
+        bar.update()
+        bar.update()
+    shown = stream.getvalue()
+    if not (tqdm and terminal):
+        assert shown == ""
+    else:
+        assert "jaxpp: compiling" in shown and "2/2" in shown
+        assert "\n" not in shown and not shown.split("\r")[-2].strip()  # it goes away
 
 
-def test_a_terminal_shows_one_line_which_goes_away(monkeypatch):
-    shown = report(monkeypatch, Terminal())
-    assert "compiled 1 of 2 computations; now B0 (30 equations)" in shown
-    assert "\n" not in shown
-    assert shown.endswith("\r") and not shown.split("\r")[-2].strip()
+def test_a_step_counts_what_it_compiles(monkeypatch):
+    totals, done = [], []
 
+    class Bar(contextlib.nullcontext):
+        def __enter__(self):
+            return self
 
-def test_a_log_says_after_a_while_what_is_compiled_and_then_seldom(monkeypatch):
-    """At 0.1 s, 0.4 s and 1.6 s here, and how long it took; nothing for what is soon done."""
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
-    monkeypatch.delenv(_progress.VARIABLE, raising=False)
-    monkeypatch.setattr(_progress, "PATIENCE_OF_A_LOG", 0.1)
-    with _progress.Progress(2) as progress:
-        with progress.compiling("F0", 12):
-            time.sleep(0.2)
-        with progress.compiling("B0", 30):
-            time.sleep(0.6)
-    first, second, last = log.getvalue().splitlines()
-    assert first == "jaxpp: compiled 0 of 2 computations in 0 s; now F0 (12 equations)"
-    assert second == "jaxpp: compiled 1 of 2 computations in 0 s; now B0 (30 equations)"
-    assert last == "jaxpp: compiled 2 computations in 1 s"
-    assert report(monkeypatch, io.StringIO(), patience=60.0) == ""
+        def update(self):
+            done.append(1)
 
-
-def test_a_log_has_each_line_if_asked_and_a_terminal_none_if_not_wanted(monkeypatch):
-    lines = report(monkeypatch, io.StringIO(), asked="1").splitlines()
-    assert lines[-1] == "jaxpp: compiled 2 of 2 computations"
-    assert report(monkeypatch, Terminal(), asked="0") == ""
-
-
-def test_nothing_is_said_of_what_is_soon_done(monkeypatch):
-    assert report(monkeypatch, Terminal(), patience=60.0) == ""
+    monkeypatch.setattr(_compile, "_progress", lambda total: totals.append(total) or Bar())
+    _compile.clear_cache()
+    for _ in range(2):
+        jaxpp.place(lambda x: x * 3, mesh_of(1))(jax.numpy.ones(2))
+    assert totals == [len(done), 0] and done
+    _compile.clear_cache()

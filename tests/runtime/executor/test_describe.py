@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from jaxpp.runtime.executor._collectives import collectives
 
 WIDTH, EXAMPLES, MICROBATCHES = 8, 16, 4
 OPTIMIZER = optax.adam(1e-2)
@@ -21,12 +20,6 @@ BYTES = 4  # of a float32
 def loss_fn(params, x):
     h = jaxpp.pipeline_enter_stage((x @ params[0]) ** 2)
     return jnp.mean((h @ params[1]) ** 2)
-
-
-def normalized(params, x):
-    h = x @ params[0]
-    h = jaxpp.pipeline_enter_stage(h - jnp.mean(h, 0))
-    return jnp.mean(jnp.tanh(h @ params[1]) ** 2)
 
 
 def place(loss_fn, schedule, mesh, replicas=1, **options):
@@ -89,21 +82,6 @@ def test_activations_messages_and_accumulators_by_hand(schedule, kept):
     assert second.accumulator_bytes == weights + BYTES  # and of the loss
 
 
-def test_collectives_once_a_step_are_apart_from_those_of_tasks():
-    step = place(loss_fn, ONE_F_ONE_B, data_mesh(), replicas=2, in_specs=SPLIT)
-    for rank in step.lower(*arguments()).compile().describe().ranks:
-        assert rank.step_collectives["all-reduce over data"] == 1
-        assert rank.task_collectives == {}
-        assert rank.collectives == rank.step_collectives
-    step = place(normalized, ONE_F_ONE_B, data_mesh(), in_specs=SPLIT)
-    first, second = step.lower(*arguments()).compile().describe().ranks
-    assert "all-reduce over data" not in first.step_collectives
-    assert first.task_collectives.keys() == {"F0", "B0"}
-    in_tasks = [own["all-reduce over data"] for own in first.task_collectives.values()]
-    assert first.collectives["all-reduce over data"] == sum(in_tasks) * MICROBATCHES
-    assert second.task_collectives.keys() == {"F1", "B1"}
-
-
 def test_the_analyses_of_the_executables_by_rank():
     compiled = place(loss_fn, GPIPE, jaxpp.MpmdMesh((2,))).lower(*arguments()).compile()
     first, second = compiled.cost_analysis()
@@ -115,46 +93,14 @@ def test_the_analyses_of_the_executables_by_rank():
         assert own["temp_size_in_bytes"] == rank.temporary_bytes
 
 
-def test_ranks_of_one_device_have_no_collectives():
-    step = place(loss_fn, ONE_F_ONE_B, jaxpp.MpmdMesh((2,)))
-    for rank in step.lower(*arguments()).compile().describe().ranks:
-        assert rank.collectives == rank.step_collectives == rank.task_collectives == {}
-
-
 def test_the_table_and_the_json_say_the_same():
-    step = place(normalized, ONE_F_ONE_B, data_mesh(), in_specs=SPLIT)
+    step = place(loss_fn, ONE_F_ONE_B, data_mesh(), replicas=2, in_specs=SPLIT)
     description = step.lower(*arguments()).compile().describe()
     ranks = json.loads(description.as_json())["ranks"]
     assert [rank["devices"] for rank in ranks] == [list(r.devices) for r in description.ranks]
-    assert ranks[0]["task_collectives"]["F0"] == {"all-reduce over data": 1}
+    assert ranks[0]["sent_bytes"] == {"1": description.ranks[0].sent_bytes[1]}
     table = str(description)
-    assert "1 all-reduce over data" in table and "F0: 1 all-reduce over data" in table
     for rank in ranks:
         assert all(device in table for device in rank["devices"])
     shown = " ".join(ElementTree.fromstring(f"<div>{description._repr_html_()}</div>").itertext())
     assert sorted(shown.split()) == sorted(table.split())
-
-
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        ("{{0,1},{2,3}}", "model"),
-        ("{{0,2},{1,3}}", "data"),
-        ("{}", "data,model"),
-        ("[2,2]<=[4]", "model"),
-        ("[2,2]<=[2,2]T(1,0)", "data"),
-        ("mesh['x'=2,'y'=2] {'x'}", "data"),
-        ("mesh['x'=4] {'x':(2)2}", "model"),
-        ("mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}", "model"),
-        ("mesh['x'=2,'y'=2], device_ids=(0,2,1,3) {'y'}", "data"),
-        ("of a kind not known yet", "?"),
-    ],
-)
-def test_the_axes_of_a_collective(groups, axes):
-    line = f"  %r = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%a"
-    assert collectives(line, (2, 2), ("data", "model")) == {("all-reduce", axes): 1}
-
-
-def test_a_collective_of_single_devices_is_none():
-    line = "  %r = f32[4]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3}}, to_apply=%a"
-    assert not collectives(line, (2, 2), ("data", "model"))

@@ -342,7 +342,7 @@ def test_threads_that_share_a_step_do_not_mix_their_data(tmp_path, traced):
     params, data = init_params(2), [batch(n) for n in range(8)]
     expected = [[step(params, x) for x in data] for step in placed]
     if traced:
-        mesh.start_trace(tmp_path / "trace", profiler=False)
+        mesh.start_trace(tmp_path / "trace")
 
     def run(number):
         step = placed[number % 2]

@@ -230,7 +230,7 @@ def test_a_train_step_calls_back_on_the_ranks_of_its_stages(mesh):
 def test_a_step_that_calls_back_can_be_traced(mesh, tmp_path):
     step = placed(mesh, step_of())
     step(WEIGHTS, X)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     with printed(mesh) as found:
         float(step(WEIGHTS, X)[-1])
     tasks = {run.label for run in mesh.stop_trace().runs}

@@ -301,7 +301,7 @@ def test_ranks_load_their_batch_themselves(mesh):
 def test_a_trace_has_all_that_the_ranks_ran_and_sent(mesh, tmp_path):
     step = jaxpp.place(step_of(), mesh)
     state = step(*start(), batch())
-    mesh.start_trace(tmp_path / "trace", profiler=False)
+    mesh.start_trace(tmp_path / "trace")
     with pytest.raises(RuntimeError, match="traced already"):
         mesh.start_trace(tmp_path / "other")
     for number in range(2):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpp
+from jaxpp.runtime.trace import Times
 from tests.helpers import mesh_of
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 4
@@ -54,12 +55,12 @@ def batch():
     return jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
 
 
-def traced(folder, *, calls=3, stages=3, ranks=3, shared=False, profiler=False, **how):
+def traced(folder, *, calls=3, stages=3, ranks=3, shared=False, times: Times = "profile", **how):
     """The trace of some calls, and the placed step."""
     mesh = mesh_of(ranks, shared)
     step = step_of(mesh, **how)
     params, _ = step(params_of(stages), batch())
-    mesh.start_trace(folder, profiler=profiler)
+    mesh.start_trace(folder, times=times)
     for _ in range(calls):
         params, _ = step(params, batch())
     return mesh.stop_trace(), step

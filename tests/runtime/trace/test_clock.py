@@ -10,7 +10,7 @@ import pytest
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.trace import _clock, _tracing
 from jaxpp.runtime.trace._clock import Offset, Reading
-from jaxpp.runtime.trace._recorder import Records, clock
+from jaxpp.runtime.trace._records import Records, clock
 from tests.helpers import mesh_of
 from tests.runtime.trace import steps
 
@@ -60,6 +60,13 @@ def test_a_clock_that_runs_faster_is_followed():
     assert offset.to_driver(10**9) == 10**9 - 49_900
     assert offset.to_driver(5 * 10**8) == 5 * 10**8 + 100 - 25_000
     assert Offset(((5, 7), (5, 7))).to_driver(8) == 15
+
+
+@pytest.fixture
+def one_profile(monkeypatch):
+    """Processes that are this one, which can have one profile, have none."""
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **options: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
 
 
 class FakeProcess:
@@ -124,18 +131,18 @@ def _ahead(record, ahead) -> Any:
     times = {
         name: getattr(record, name) + ahead
         for name in ("dispatched", "start", "end")
-        if hasattr(record, name)
+        if getattr(record, name, None) is not None
     }
     return dataclasses.replace(record, **times)
 
 
-def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path):
+def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile):
     step = steps.step_of(mesh_of(2))
     params, x = steps.params_of(2), steps.batch()
     compiled = step.lower(params, x).compile()
     local: Any = compiled._run
     mesh: Any = FakeMesh([10**12, -(10**12)])
-    tracing = _tracing.start_trace(mesh, tmp_path / "run", False, None)
+    tracing = _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
     assert all(p.recorder is p.transport.recorder is not None for p in mesh.processes)
     tracing.steps[7] = compiled.bundle
     before = clock()
@@ -157,16 +164,16 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path):
     assert mesh.calls["read_clock", False] == 2 * 2 * _clock.ROUND_TRIPS
 
 
-def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch):
+def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch, one_profile):
     mesh = FakeMesh([0, 0])
     started = _tracing._start
 
     def start(process, *args):
-        if process.rank == 1:
+        if process is mesh.processes[1]:
             raise RuntimeError("no profiler here")
         started(process, *args)
 
     monkeypatch.setattr(_tracing, "_start", start)
     with pytest.raises(RuntimeError, match="no profiler here"):
-        _tracing.start_trace(mesh, tmp_path / "run", False, None)
+        _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
     assert all(p.recorder is None for p in mesh.processes)

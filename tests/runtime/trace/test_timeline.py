@@ -99,7 +99,7 @@ def test_the_picture_is_there(made):
 
 
 def test_a_profile_has_the_same_clock(tmp_path):
-    trace, _ = steps.traced(tmp_path / "run", profiler=True)
+    trace, _ = steps.traced(tmp_path / "run")
     assert trace.profile_paths == (tmp_path / "run" / "profile-0",)
     jaxpp.merge_traces([tmp_path / "run", *trace.profile_paths], tmp_path / "all.json")
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
@@ -110,11 +110,14 @@ def test_a_profile_has_the_same_clock(tmp_path):
     runs = [e for e in slices if e.get("tid") == _timeline.TASKS and e["name"][0] in "FB"]
     first, last = min(e["ts"] for e in runs), max(e["ts"] + e["dur"] for e in runs)
     own = [e for e in slices if "Execute" in e["name"] and names[e["pid"]] not in ranks]
-    # It has each task, too, with the times of its dispatch.
+    # It has each call and each task, too, with the times of its dispatch.
+    noted = [(e["name"], e.get("args", {})) for e in slices if names[e["pid"]] not in ranks]
+    calls = [int(args["step_num"]) for name, args in noted if name == "jaxpp step"]
+    assert calls == list(trace.calls)
     named = collections.Counter(
-        (e["name"], int(e["args"]["rank"]), int(e["args"]["call"]))
-        for e in slices
-        if names[e["pid"]] not in ranks and "rank" in e.get("args", ()) and "call" in e["args"]
+        (name, int(args["rank"]), int(args["call"]))
+        for name, args in noted
+        if "rank" in args and "call" in args
     )
     assert named == collections.Counter((r.label, r.rank, r.call) for r in trace.runs)
     # What the profiler saw of the tasks is where the timeline has them.

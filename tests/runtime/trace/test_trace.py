@@ -13,10 +13,9 @@ import pytest
 
 import jaxpp
 from jaxpp._program import Run
-from jaxpp.runtime.trace import _recorder
+from jaxpp.runtime.trace._assemble import assemble
 from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._recorder import MessageRecord, Records, RunRecord
-from jaxpp.runtime.trace._result import assemble
+from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
 from tests.helpers import assert_same, mesh_of
 from tests.runtime.trace import steps
 
@@ -33,11 +32,12 @@ def plain(tmp_path_factory):
     return steps.traced(tmp_path_factory.mktemp("trace") / "run")
 
 
+@pytest.mark.parametrize("times", ["profile", "waits"])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize(("schedule", "stages", "ranks"), SCHEDULES, ids=str)
-def test_each_run_and_each_message_is_there_once(tmp_path, schedule, stages, ranks, shared):
+def test_each_run_and_each_message_is_there_once(tmp_path, schedule, stages, ranks, shared, times):
     trace, step = steps.traced(
-        tmp_path, stages=stages, ranks=ranks, shared=shared, schedule=schedule
+        tmp_path, stages=stages, ranks=ranks, shared=shared, schedule=schedule, times=times
     )
     runs = Counter((run.call, run.rank, run.position) for run in trace.runs)
     assert runs == Counter(
@@ -53,9 +53,11 @@ def test_each_run_and_each_message_is_there_once(tmp_path, schedule, stages, ran
     assert found == Counter((call, tag) for call in range(3) for tag in sent if not shared)
 
 
+@pytest.mark.parametrize("times", ["profile", "waits"])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
-def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
-    trace, _ = steps.traced(tmp_path, shared=shared, schedule=jaxpp.schedules.ZeroBubbleH1())
+def test_times_are_in_the_order_of_what_happens(tmp_path, shared, times):
+    schedule = jaxpp.schedules.ZeroBubbleH1()  # all results of a weight gradient are donated
+    trace, _ = steps.traced(tmp_path, shared=shared, schedule=schedule, times=times)
     by_device = {}
     for run in trace.runs:
         assert 0 < run.dispatched <= run.start <= run.end
@@ -72,7 +74,7 @@ def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
 
 
 def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
-    """The threads of a worker process that callbacks keep busy note ends late."""
+    """Threads that wait may be woken late: those of a process that callbacks keep busy are."""
     trace, _ = steps.traced(tmp_path, stages=2, ranks=2, calls=1)
 
     order: dict[Any, int] = {
@@ -81,7 +83,7 @@ def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
     call, records = trace.calls[0], {}
     for rank in range(2):
         runs = tuple(
-            RunRecord(call, 0, rank, position, start, start + 1_500_000)
+            RunRecord(call, 0, rank, position, start, end=start + 1_500_000)
             for (of, position), start in order.items()
             if of == rank
         )
@@ -104,8 +106,9 @@ def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
     assert isinstance(latency, float) and latency >= 0 and found.simulated().makespan > 0
 
 
-def test_a_task_lasts_as_long_as_it_does(tmp_path):
-    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, loss=steps.sleepy_loss_fn)
+@pytest.mark.parametrize("times", ["profile", "waits"])
+def test_a_task_lasts_as_long_as_it_does(tmp_path, times):
+    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, loss=steps.sleepy_loss_fn, times=times)
     naps = [run.end - run.start for run in trace.runs if run.label.startswith("F1.")]
     others = [run.end - run.start for run in trace.runs if run.label.startswith("F0.")]
     assert len(naps) == 3 * steps.MICROBATCHES
@@ -163,22 +166,43 @@ def test_links_are_what_messages_of_all_sizes_take(tmp_path):
     assert (costs.latency, costs.bandwidth) == pytest.approx((0.25, 1024.0))
 
 
-def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
-    """A weight's gradient is only ever added to the sum, which the next one takes.
+def test_a_run_is_what_its_device_did_then(tmp_path):
+    """Callbacks in the stages, which are all the same computation, tell which one runs when."""
+    for shared in (False, True):
+        seen: dict[str, list[int]] = {}
 
-    The last sum goes to the update, which writes the new weights over the old ones.
-    """
-    trace, step = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.ZeroBubbleH1())
-    (compiled,) = step._cache
-    local: Any = compiled._run
-    for worker in local.executors:
-        watches = _recorder.plan(worker)
-        runs = [i for i in worker.program.instructions if isinstance(i, Run) and i.task]
-        backwards = [run for run in runs if run.label.startswith("W")]
-        assert len(backwards) == steps.MICROBATCHES
-        marked = [run for run in runs if watches[id(run)].mark is not None]
-        assert marked == backwards[:-1]
-    assert sum(run.label.startswith("W") for run in trace.runs) == 3 * 2 * steps.MICROBATCHES
+        def note(h, seen=seen):
+            seen.setdefault(f"F{int(h[0, 0])}.{int(h[0, 1])}", []).append(clock())
+            return np.zeros((), np.float32)
+
+        def loss_fn(params, x, note=note):
+            """The first column of `x` counts stages, the second one has the microbatch."""
+            for i, w in enumerate(params):
+                x = x if i == 0 else jaxpp.pipeline_enter_stage(x)
+                shape = jax.ShapeDtypeStruct((), jnp.float32)
+                zero = jax.pure_callback(note, shape, jax.lax.stop_gradient(x))
+                h = jnp.tanh(x[:, 2:] @ w) + zero
+                x = jnp.concatenate([x[:, :1] + 1, x[:, 1:2], h], axis=1)
+            return jnp.mean(x**2)
+
+        x = jnp.repeat(jnp.arange(steps.MICROBATCHES), steps.BATCH // steps.MICROBATCHES)
+        x = jnp.concatenate([jnp.stack([0 * x, x], axis=1), steps.batch()], axis=1)
+        mesh = mesh_of(4, shared)
+        step = steps.step_of(mesh, loss=loss_fn)
+        params, _ = step(steps.params_of(4), x)
+        jax.block_until_ready(params)
+        seen.clear()
+        mesh.start_trace(tmp_path / str(shared))
+        zero: Any = mesh._tracing._tracing
+        for _ in range(3):
+            params, _ = step(params, x)
+        trace = mesh.stop_trace()
+        assert len(seen) == 4 * steps.MICROBATCHES and not trace.errors
+        for label, times in seen.items():
+            runs = [r for r in trace.runs if r.label == label]
+            assert len(runs) == len(times) == 3
+            for run, time in zip(runs, times, strict=True):
+                assert run.start < (time - zero.started.monotonic_ns) / 1e9 < run.end
 
 
 def test_tracing_changes_no_result(tmp_path):
@@ -188,7 +212,7 @@ def test_tracing_changes_no_result(tmp_path):
     for _ in range(3):
         expected.append(step([jnp.copy(w) for w in expected[-1]], steps.batch())[0])
     params = steps.params_of(3)
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    mesh.start_trace(tmp_path / "run")
     for wanted in expected[1:]:
         params, _ = step([jnp.copy(w) for w in params], steps.batch())
         assert_same(params, wanted)
@@ -196,18 +220,27 @@ def test_tracing_changes_no_result(tmp_path):
 
 
 def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
+    """Nor are those that go on as it starts, and whose results nobody has."""
+
+    def long_loss_fn(params, x):
+        start = jax.lax.stop_gradient(jnp.full((64, 64), x[0, 0]))
+        y = jax.lax.fori_loop(0, 2000, lambda _, y: jnp.tanh(y @ y), start)
+        return steps.loss_fn(params, x + 0 * y[0, 0])
+
     mesh = mesh_of(2)
-    step = steps.step_of(mesh)
+    step = steps.step_of(mesh, loss=long_loss_fn)
     params, _ = step(steps.params_of(2), steps.batch())
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    step([jnp.copy(w) for w in params], steps.batch())
+    mesh.start_trace(tmp_path / "run")
     params, _ = step(params, steps.batch())
     first = mesh.stop_trace()
     params, _ = step(params, steps.batch())
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    mesh.start_trace(tmp_path / "run")
     for _ in range(2):
         params, _ = step(params, steps.batch())
     second = mesh.stop_trace()
     assert (first.calls, second.calls) == ((0,), (1, 2))
+    assert not first.errors and not second.errors
     assert mesh._tracing.recorder is None
 
 
@@ -226,7 +259,7 @@ def test_a_call_that_fails_leaves_the_others(tmp_path):
     loop = jaxpp.microbatch(jaxpp.wrap_forward(loss), steps.MICROBATCHES)
     step = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.ForwardOnly()), mesh)
     params = steps.params_of(2)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     step(params, steps.batch())
     with pytest.raises(Exception, match="too large"):
         jax.block_until_ready(step([params[0], 1e6 * params[1]], steps.batch()))
@@ -262,7 +295,7 @@ def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
         trace.timeline(9)
     mesh = mesh_of(1)
     square = jaxpp.place(lambda x: x * x, mesh)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     square(jnp.ones(3))
     trace = mesh.stop_trace()
     assert trace.picture_path is None and trace.timeline_path.exists()
@@ -274,7 +307,7 @@ def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
 
 def test_a_trace_without_calls_is_empty(tmp_path):
     mesh = mesh_of(2)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     trace = mesh.stop_trace()
     assert trace.runs == trace.messages == trace.calls == ()
     assert json.loads(trace.timeline_path.read_text())["traceEvents"]
@@ -284,7 +317,7 @@ def test_a_trace_is_started_and_stopped_once(tmp_path):
     mesh = mesh_of(1)
     with pytest.raises(RuntimeError, match="stop_trace: the mesh is not traced; call start_trace"):
         mesh.stop_trace()
-    mesh.start_trace(tmp_path / "run", profiler=False)
+    mesh.start_trace(tmp_path / "run")
     with pytest.raises(RuntimeError, match="traced already, into .*run'; call stop_trace first"):
         mesh.start_trace(tmp_path / "other")
     assert not (tmp_path / "other").exists()
@@ -312,7 +345,5 @@ def test_where_the_profiler_runs_already_nothing_starts(tmp_path):
         with pytest.raises(RuntimeError, match="[Pp]rofile"):
             mesh.start_trace(tmp_path / "run")
         assert mesh._tracing.recorder is None
-        mesh.start_trace(tmp_path / "run", profiler=False)
-        mesh.stop_trace()
     finally:
         jax.profiler.stop_trace()

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from experiments.hlo_collectives import count_collectives
 from tests.helpers import assert_close, assert_same
 from tests.transforms.residual import AXES, RULES, batch, parameters
 
@@ -64,7 +65,7 @@ def on_automatic_axes():
 
 def reductions(step):
     """For each rank the collectives of a step, by kind and axes."""
-    return [rank.collectives for rank in step.describe().ranks]
+    return [rank.all for rank in count_collectives(step)]
 
 
 def with_types(names):
@@ -109,15 +110,15 @@ def test_replicas_have_their_own_examples_on_explicit_axes_too(types, names):
 
     def run(multiply, types):
         step = place(make_step(multiply, jaxpp.schedules.OneFOneB(), replicas=2), types)
-        return step(parameters(), *batch()), step.describe().ranks
+        return step(parameters(), *batch()), count_collectives(step)
 
     got, ranks = run(with_types(names), types)
     wanted, counted = run(plain, (AUTO, AUTO))
     assert_same(got, wanted)
     for rank, other in zip(ranks, counted, strict=True):
-        assert rank.collectives == other.collectives
-        assert rank.step_collectives == {"all-reduce over data": 1}
-        assert all(kind.endswith("model") for own in rank.task_collectives.values() for kind in own)
+        assert rank.all == other.all
+        assert rank.once == {"all-reduce over data": 1}
+        assert all(kind.endswith("model") for own in rank.in_tasks.values() for kind in own)
 
 
 def test_the_types_in_a_stage_say_how_a_microbatch_is_split():

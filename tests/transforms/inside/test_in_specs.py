@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from experiments.hlo_collectives import count_collectives
 from jaxpp.transforms.inside import specs_of_leaves
 from tests.helpers import assert_close, assert_same, bytes_on, train_step_of
 from tests.transforms import two_layers
@@ -136,12 +137,12 @@ def test_zero1_divides_the_bytes_of_the_optimizer(size):
 def test_zero1_gathers_each_parameter_once_a_step():
     step = place(make_step(replicas=2), (2, 2, 1), zero1="data")
     train(step, 1)
-    for rank in step.describe().ranks:
-        assert rank.collectives["all-gather over data"] <= 6  # parameters of two layers
+    for rank in count_collectives(step):
+        assert rank.all["all-gather over data"] <= 6  # parameters of two layers
     whole = place(make_step(replicas=2), (2, 2, 1))
     train(whole, 1)
-    for rank in whole.describe().ranks:
-        assert "all-gather over data" not in rank.collectives
+    for rank in count_collectives(whole):
+        assert "all-gather over data" not in rank.all
 
 
 @pytest.mark.more
@@ -150,9 +151,9 @@ def test_reductions_do_not_depend_on_the_number_of_microbatches(zero1, reduced):
     counts = []
     for number in (2, 8):
         step = place(make_step(num_microbatches=number, replicas=2), (2, 2, 1), zero1=zero1)
-        ranks = step.lower(*ARGS).compile().describe().ranks
-        assert all(rank.task_collectives == {} for rank in ranks)
-        counts.append([rank.step_collectives for rank in ranks])
+        ranks = count_collectives(step.lower(*ARGS).compile())
+        assert all(rank.in_tasks == {} for rank in ranks)
+        counts.append([rank.once for rank in ranks])
         assert all(f"{reduced} over data" in own for own in counts[-1])
     assert counts[0] == counts[1]
 
@@ -188,7 +189,7 @@ def test_devices_share_the_examples_of_a_loop_without_replicas():
             assert f"note: {note}" in lowered.as_text().splitlines()
             assert re.search(r"test_in_specs.py:\d+ are split over data.*replicas=2", note)
         assert_close(got, jax.jit(grad_fn)(w, x), rtol=2e-5)
-        in_tasks = [rank.task_collectives for rank in step.describe().ranks]
+        in_tasks = [rank.in_tasks for rank in count_collectives(step)]
         both = [{"F0", "B0"}, {"F1", "B1"}] if replicas == 1 else [set(), set()]
         assert [set(tasks) for tasks in in_tasks] == both
         for collectives in (c for tasks in in_tasks for c in tasks.values()):

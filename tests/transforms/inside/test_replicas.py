@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from experiments.hlo_collectives import count_collectives
 from jaxpp._program import Run
 from jaxpp.runtime.checkpoint import load_state, save_state
 from tests.helpers import assert_close, assert_close_sums, assert_same, mesh_of, train_step_of
@@ -125,9 +126,9 @@ def test_more_replicas_than_devices_run_one_after_the_other():
 def collectives(step):
     """The kinds of collectives of a step, once a step and in tasks, by their axes."""
     once, in_tasks = set(), set()
-    for rank in step.describe().ranks:
-        once |= set(rank.step_collectives)
-        in_tasks |= {kind for own in rank.task_collectives.values() for kind in own}
+    for rank in count_collectives(step):
+        once |= set(rank.once)
+        in_tasks |= {kind for own in rank.in_tasks.values() for kind in own}
     return once, in_tasks
 
 
@@ -153,7 +154,7 @@ def test_the_compiled_tasks_have_no_collective_over_the_replicas(options, once, 
     """Optimizer state that is split has gradients scattered; a trace has the reduction."""
     step = place(step_of(2), **options)
     mesh: Any = step.mesh
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     train(step, range(1))
     assert {run.rank for run in mesh.stop_trace().runs if run.label == "reduce"} == {0, 1}
     assert collectives(step) == (once, in_tasks)

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from experiments.hlo_collectives import count_collectives
 from tests.helpers import assert_close_sums, train_step_of
 
 WIDTH, LAYERS, EXAMPLES = 8, 2, 16
@@ -133,14 +134,14 @@ def test_tasks_gather_and_gradients_are_scattered_once_a_step():
         place((2, 2), num_microbatches=m, zero3="data").lower(*start(unrolled), *batch(0)).compile()
         for m in (2, 8)
     ]
-    few, many = (c.describe().ranks for c in compiled)
+    few, many = map(count_collectives, compiled)
     weights = 3 * LAYERS // 2
     for rank, other in zip(few, many, strict=True):
-        assert rank.step_collectives == other.step_collectives
-        assert rank.task_collectives == other.task_collectives
-        assert rank.step_collectives["reduce-scatter over data"] == weights
-        assert "all-gather over data" not in rank.step_collectives
-        forward, backward = rank.task_collectives.values()
+        assert rank.once == other.once
+        assert rank.in_tasks == other.in_tasks
+        assert rank.once["reduce-scatter over data"] == weights
+        assert "all-gather over data" not in rank.once
+        forward, backward = rank.in_tasks.values()
         assert forward == {"all-gather over data": weights}
         assert backward.keys() == {"all-gather over data"}
         assert backward["all-gather over data"] <= weights  # a gradient needs no bias
@@ -161,6 +162,6 @@ def test_what_names_the_axis_itself_is_not_gathered():
     w = {"experts": jnp.ones((2, WIDTH, WIDTH)), "out": jnp.ones((WIDTH, WIDTH))}
     step = jaxpp.place(grad_fn, mesh, in_specs=in_specs, zero3="data")
     compiled = step.lower(w, jnp.ones((2, 8, WIDTH))).compile()
-    first, second = compiled.describe().ranks
-    assert first.task_collectives == {}
-    assert second.task_collectives["F1"] == {"all-gather over data": 1}
+    first, second = count_collectives(compiled)
+    assert first.in_tasks == {}
+    assert second.in_tasks["F1"] == {"all-gather over data": 1}

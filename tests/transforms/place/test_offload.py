@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from jaxpp._program import Run, Wait
 from jaxpp.runtime.executor import interleave
+from jaxpp.runtime.trace._assemble import assemble
 from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._recorder import Records, RunRecord
-from jaxpp.runtime.trace._result import assemble
+from jaxpp.runtime.trace._records import Records, RunRecord
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
 from tests.helpers import assert_close, assert_same, mesh_of
 from tests.scripts import load_script
@@ -88,7 +88,7 @@ def test_a_copy_begins_when_what_the_device_computes_has_ended(optimized):
 def test_a_trace_has_copies_beside_what_the_device_computes(optimized, tmp_path):
     mesh = mesh_of(4)
     step, _ = trained(Offload("1f1b"), mesh)
-    mesh.start_trace(tmp_path, profiler=False)
+    mesh.start_trace(tmp_path)
     for _ in range(3):
         step(*ARGUMENTS)
     trace = mesh.stop_trace()
@@ -106,11 +106,9 @@ def test_a_trace_has_copies_beside_what_the_device_computes(optimized, tmp_path)
     bundle, records = trace.steps[trace.calls[0]], {}
     for rank, program in enumerate(bundle.programs):
         runs = [
-            RunRecord(
-                0, 0, rank, n, 10**6 * n, 10**6 * n + 10**5 * (200 if i.lane == "copy" else 1)
-            )
+            RunRecord(0, 0, rank, n, start, end=start + 10**5 * (200 if i.lane == "copy" else 1))
             for n, i in enumerate(program.instructions)
-            if isinstance(i, Run)
+            if isinstance(i, Run) and (start := 10**6 * n) >= 0
         ]
         records[rank] = Records(tuple(runs), (), ())
     offsets = dict.fromkeys(range(4), Offset(((0, 0), (1, 0))))

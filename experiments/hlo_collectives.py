@@ -1,10 +1,16 @@
-"""Counts the collectives of a compiled computation, which it reads off the HLO."""
+"""Counts the collectives of compiled programs, as the text of their HLO has them."""
 
+import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from jaxpp._program import Run
+from jaxpp.runtime.arrays import StackedStep, sizes_of
+from jaxpp.runtime.executor import Copier
 
 _KINDS = (
     "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
@@ -19,6 +25,54 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RankCollectives:
+    """The collectives of a rank in a step, by kind and axes, such as `"all-reduce over data"`.
+
+    Args:
+        once: those that a step runs once, whatever the number of microbatches.
+        in_tasks: for each kind of task, such as `"F0"`, those that each microbatch's runs. One in a
+            loop inside a task counts once.
+        all: how many a step runs.
+    """
+
+    once: Mapping[str, int]
+    in_tasks: Mapping[str, Mapping[str, int]]
+    all: Mapping[str, int]
+
+
+def count_collectives(step: Any) -> list[RankCollectives]:
+    """Counts the collectives of each rank of a step on an `MpmdMesh`.
+
+    Args:
+        step: a placed function, which has been called, or what its `lower(*args).compile()` gives.
+    """
+    compiled = step._cache[0] if hasattr(step, "_cache") else step
+    local = compiled._run
+    local = local.step if isinstance(local, StackedStep) else local
+    counted = []
+    for executor, home in zip(local.executors, local.homes, strict=True):
+        axes = sizes_of(home)
+        every: Counter[str] = Counter()
+        once: Counter[str] = Counter()
+        in_tasks: dict[str, Counter[str]] = {}
+        for run in executor.program.instructions:
+            executable = isinstance(run, Run) and executor.executables[run.computation]
+            if not axes or not executable or isinstance(executable, Copier):
+                continue
+            found = collectives(executable.as_text(), tuple(axes.values()), tuple(axes))
+            own = Counter({f"{kind} over {names}": n for (kind, names), n in found.items()})
+            every += own
+            if run.task and own:
+                task = f"{run.task.kind}{run.task.stage}"
+                in_tasks[task] = in_tasks.get(task, Counter()) | own
+            else:
+                once += own
+        in_order = {task: dict(sorted(own.items())) for task, own in in_tasks.items()}
+        counted.append(RankCollectives(dict(sorted(once.items())), in_order, every))
+    return counted
 
 
 def collectives(hlo: str, shape: Sequence[int], names: Sequence[str]) -> Counter[tuple[str, str]]:

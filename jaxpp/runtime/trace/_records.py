@@ -1,0 +1,44 @@
+"""What a process records of its runs and messages while it is traced."""
+
+import dataclasses
+import time
+
+#: One clock for all processes of a host, in nanoseconds.
+clock = time.monotonic_ns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run of a call: its position in its rank's program, its times of dispatch, start and end.
+
+    Times are nanoseconds of the clock of the process. `start` is None where only the end was seen.
+    Both are None for a run of which a device has nothing to do.
+    """
+
+    call: int
+    step: int
+    rank: int
+    position: int
+    dispatched: int
+    start: int | None = None
+    end: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MessageRecord:
+    """A message at one of its ends: the start and the end of the sending, or of the receiving."""
+
+    call: int
+    tag: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Records:
+    """All records of a process; `errors` tell why some of its runs are not known."""
+
+    runs: tuple[RunRecord, ...] = ()
+    sent: tuple[MessageRecord, ...] = ()
+    received: tuple[MessageRecord, ...] = ()
+    errors: tuple[str, ...] = ()

@@ -1,0 +1,75 @@
+"""The runs in a profile are those of the dispatches, in the order of their launch."""
+
+import dataclasses
+
+import pytest
+
+from jaxpp.runtime.trace._profile import Module, ProfiledRun, match
+from jaxpp.runtime.trace._records import RunRecord
+
+MS = 1_000_000
+F = Module("jit_F0", (0,))
+
+
+def dispatched(count, module=F):
+    """Dispatches, one a millisecond."""
+    return [(module, RunRecord(0, 0, 0, n, n * MS)) for n in range(count)]
+
+
+def run(number, start, module="jit_F0", device=0, length=5 * MS):
+    return ProfiledRun(module, device, number, start * MS, start * MS + length)
+
+
+def found(dispatches, profiled):
+    """The start of each dispatch that is known, in milliseconds; and the errors."""
+    records, errors = match(dispatches, profiled, zero=0)
+    return {r.position: r.start and r.start // MS for r in records}, errors
+
+
+def test_the_order_is_that_of_launches():
+    # A launch whose inputs are late may start after the next one.
+    profiled = [run(7, 30), run(8, 20), run(9, 40), run(3, 1, "jit_other")]
+    assert found(dispatched(3), profiled) == ({0: 30, 1: 20, 2: 40}, [])
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+def test_a_run_that_did_not_start_is_the_one_without_its_number(missing):
+    profiled = [run(7 + n, 10 * n) for n in range(4) if n != missing]
+    starts, (error,) = found(dispatched(4), profiled)
+    if missing:
+        assert starts == {n: 10 * n for n in range(4) if n != missing}
+    else:  # by its number the first one could be of any of the four dispatches
+        assert starts == {0: 10, 1: 20, 2: 30}
+    assert error.startswith("JAX's profile has 3 of 4 runs of jit_F0 on device 0")
+
+
+def test_no_run_starts_before_its_dispatch():
+    late = [(F, dataclasses.replace(r, dispatched=r.dispatched + 100 * MS * (r.position > 0)))
+            for _, r in dispatched(3)]  # fmt: skip
+    starts, (_,) = found(late, [run(7, 90), run(8, 110)])
+    assert starts == {0: 90, 1: 110}
+    starts, (_,) = found(dispatched(3)[1:], [run(7, 0)])
+    assert starts == {}
+
+
+def test_executables_of_one_name_are_taken_in_order_of_their_starts():
+    profiled = [run(7, 10), run(-900, 20), run(8, 30)]
+    assert found(dispatched(3), profiled) == ({0: 10, 1: 20, 2: 30}, [])
+    assert found(dispatched(4), profiled)[0] == {}
+
+
+def test_what_others_ran_is_not_taken_for_a_task():
+    starts, (error,) = found(dispatched(2), [run(n, 10 * n) for n in range(3)])
+    assert starts == {} and "has 3 of 2 runs" in error and "times of 0 are known" in error
+
+
+def test_a_run_on_several_devices_lasts_until_all_have_ended():
+    module = Module("jit_F0", (0, 1))
+    profiled = [run(7, 10), run(7, 12, device=1), run(7, 50, device=2)]
+    (record,), errors = match(dispatched(1, module), profiled, zero=3)
+    assert (record.start, record.end) == (10 * MS + 3, 17 * MS + 3) and not errors
+
+
+def test_what_gives_its_arguments_back_is_there_without_times():
+    assert found(dispatched(2), [run(7, 10, ""), run(8, 20, "")]) == ({0: None, 1: None}, [])
+    assert found(dispatched(2), [run(7, 10, "", device=1)])[1]
