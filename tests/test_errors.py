@@ -28,7 +28,7 @@ HEADINGS = re.findall(r"^### `(.*)`$", PAGE.read_text(), re.M)
 #: Messages that need worker processes; another test makes them appear.
 ELSEWHERE = {
     "This RemoteMpmdMesh has been shut down; make a new one",
-    "Ray sees no GPU: take gpus_per_rank=0",
+    "gpus_per_rank=0 lets ranks run on CPU",
 }
 WEIGHTS, BATCH = [jnp.eye(4)] * 4, jnp.ones((8, 4))
 

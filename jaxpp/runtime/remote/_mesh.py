@@ -58,8 +58,8 @@ class RemoteMpmdMesh:
             they run on CPU, each with as many CPU devices as its axes need.
         cpus_per_rank: CPUs that Ray counts for a rank; by default one, and next to nothing in a
             session that was started for this mesh.
-        cores: how many of its host's cores a worker is bound to: those that the fewest live workers
-            have, of this mesh or another; None for all of them.
+        cores: how many of its host's cores a worker is bound to: the workers of a mesh take them in
+            turn; None for all of them.
         environment: variables of the workers' environment, such as `XLA_FLAGS` or
             `XLA_PYTHON_CLIENT_MEM_FRACTION`.
         address: `"auto"` where workers and the driver reach a worker of another host at the address

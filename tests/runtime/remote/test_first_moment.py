@@ -16,7 +16,7 @@ def test_the_address_of_a_session_is_no_address_of_workers(address):
 
 
 def test_without_gpus_the_error_says_how_ranks_run_on_cpu(ray_session):
-    with pytest.raises(ValueError, match="Ray sees no GPU: take gpus_per_rank=0"):
+    with pytest.raises(ValueError, match="gpus_per_rank=0 lets ranks run on CPU"):
         jaxpp.RemoteMpmdMesh((2,), gpus_per_rank=1)
 
 

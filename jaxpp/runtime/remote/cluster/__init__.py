@@ -1,15 +1,12 @@
-"""The Ray session: joins it, finds places for workers on its nodes, and watches processes."""
+"""The Ray session: joins it, and finds places for workers on its nodes."""
 
-from jaxpp.runtime.remote.cluster._cluster import Place as Place
-from jaxpp.runtime.remote.cluster._cluster import release_places as release_places
-from jaxpp.runtime.remote.cluster._cluster import renew_places as renew_places
-from jaxpp.runtime.remote.cluster._cluster import reserve_places as reserve_places
 from jaxpp.runtime.remote.cluster._environment import prepare_process as prepare_process
 from jaxpp.runtime.remote.cluster._environment import warn_of_driver as warn_of_driver
 from jaxpp.runtime.remote.cluster._environment import warn_of_platform as warn_of_platform
 from jaxpp.runtime.remote.cluster._environment import worker_options as worker_options
+from jaxpp.runtime.remote.cluster._places import Place as Place
+from jaxpp.runtime.remote.cluster._places import release_places as release_places
+from jaxpp.runtime.remote.cluster._places import renew_places as renew_places
+from jaxpp.runtime.remote.cluster._places import reserve_places as reserve_places
 from jaxpp.runtime.remote.cluster._session import join_session as join_session
 from jaxpp.runtime.remote.cluster._session import leave_session as leave_session
-from jaxpp.runtime.remote.cluster._states import RUNS as RUNS
-from jaxpp.runtime.remote.cluster._states import end_stopped as end_stopped
-from jaxpp.runtime.remote.cluster._states import process_state as process_state

@@ -6,15 +6,10 @@ All of this has to be settled before JAX starts its backends, so nothing here st
 import contextlib
 import importlib.metadata
 import os
-import secrets
 import site
-import socket
 import sys
 import sysconfig
-import time
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxpp import _compat
 from jaxpp._warn import warn
-from jaxpp.runtime.remote.cluster._cluster import Reservation
+from jaxpp.runtime.remote.cluster._places import Reservation
 
 #: The fraction of a GPU's memory that JAX takes by default; the workers on one GPU share it.
 MEMORY_FRACTION = 0.75
@@ -38,8 +33,8 @@ KEEPS_MEMORY = {
     "MALLOC_TOP_PAD_": str(2**26),
 }
 
-#: Seconds that a worker waits at most for others that choose their cores.
-CHOICE_TIMEOUT = 5.0
+#: The variable by which a worker knows its number among those of its mesh on its node.
+NUMBER = "JAXPP_NUMBER_ON_NODE"
 
 
 def worker_options(
@@ -55,8 +50,10 @@ def worker_options(
     The variables of `environment` go above those that are set here: the driver's `sys.path`, the
     platform of JAX, the share of the GPU's memory, and the number of `cores`.
     """
-    variables = {"PYTHONPATH": os.pathsep.join(_import_paths())}
-    gpus = reservation.gpus
+    place = reservation.places[rank][process]
+    worker = reservation.worker
+    gpus = worker.get("GPU", 0)
+    variables = {"PYTHONPATH": os.pathsep.join(_import_paths()), NUMBER: str(place.number)}
     # On a GPU it is empty, so that a driver or a session that is held to CPU does not hold it.
     variables["JAX_PLATFORMS"] = "" if gpus else "cpu"
     if 0 < gpus < 1:
@@ -66,12 +63,9 @@ def worker_options(
     if cores is not None:
         variables["NPROC"] = str(cores)  # the number of threads that XLA takes on CPU
     variables |= environment or {}
-    place = reservation.places[rank][process]
     return {
-        "num_cpus": reservation.cpus,
+        "num_cpus": worker["CPU"],
         "num_gpus": gpus,
-        "max_restarts": 0,
-        "max_task_retries": 0,
         "enable_task_events": False,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             reservation.group, placement_group_bundle_index=place.bundle
@@ -80,50 +74,11 @@ def worker_options(
     }
 
 
-def warn_of_driver(reservation: Reservation) -> None:
-    """Warns where JAX in this process takes memory of GPUs that ranks of its node want."""
-    here = ray.get_runtime_context().get_node_id()
-    near = [any(place.node_id == here for place in own) for own in reservation.places]
-    ranks = [rank for rank, is_here in enumerate(near) if is_here and reservation.gpus]
-    platform = _compat.started_platform()
-    takes = "has taken" if platform else "takes, as soon as it is used,"
-    if platform is None:
-        plugins = importlib.metadata.entry_points(group="jax_plugins")
-        config: Any = jax.config
-        platform = config.jax_platforms or ",".join(plugin.name for plugin in plugins)
-    if (
-        ranks
-        and any(name in platform for name in ("gpu", "cuda", "rocm"))
-        and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") not in ("0", "false", "False")
-        and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
-    ):
-        warn(
-            f"JAX in this process {takes} most of the memory of the GPUs of this host, which ranks "
-            f"{', '.join(map(str, ranks))} want for themselves. Run the driver with "
-            f"JAX_PLATFORMS=cpu, or with XLA_PYTHON_CLIENT_PREALLOCATE=false."
-        )
-
-
-def warn_of_platform(here: str, there: str) -> None:
-    """Warns where a step is traced on another platform than the workers run it on."""
-    if here != there:
-        warn(
-            f"JAX runs on {here} in this process, which traces the steps, and on {there} in the "
-            f"workers. What a step asks while it is traced has the answer for {here}: "
-            f"jax.default_backend(), the kind of GPU. A step whose code asks such things needs JAX "
-            f"here on {there}, with XLA_PYTHON_CLIENT_PREALLOCATE=false, but for "
-            f"jax.lax.platform_dependent. `jax.nn.dot_product_attention` with "
-            f"implementation='cudnn' is traced on a host with a GPU alone, there also with "
-            f"JAX_PLATFORMS=cpu."
-        )
-
-
 def prepare_process(cores: int | None = None) -> None:
     """Binds this worker's process to some of its host's cores; call it before JAX starts.
 
-    It takes the cores that the fewest live workers of the host are bound to, whatever their mesh,
-    and shares them where there are too few. Workers in another network namespace (a container) do
-    not count. XLA takes as many threads as the process has cores.
+    The workers of a mesh take the cores of their host in turn, and share them where there are too
+    few. XLA takes as many threads as the process has cores.
 
     Where the environment has both variables for the fraction of a GPU's memory, which JAX refuses,
     the old one goes: it is the one that `worker_options` sets.
@@ -132,46 +87,48 @@ def prepare_process(cores: int | None = None) -> None:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     if cores is None or not hasattr(os, "sched_setaffinity"):
         return
-    own = take_cores(cores)
+    there, first = sorted(os.sched_getaffinity(0)), int(os.environ[NUMBER]) * cores
+    own = {there[n % len(there)] for n in range(first, first + cores)}
     for thread in os.listdir("/proc/self/task"):  # those that Ray has started; later ones inherit
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), own)
 
 
-#: Sockets whose names tell other processes which cores this one has, as long as it lives.
-_taken: list[socket.socket] = []
+def warn_of_driver(reservation: Reservation) -> None:
+    """Warns where JAX in this process takes memory of GPUs that ranks of its node want."""
+    here = ray.get_runtime_context().get_node_id()
+    near = [any(place.node_id == here for place in own) for own in reservation.places]
+    ranks = [str(rank) for rank, is_here in enumerate(near) if is_here]
+    platform = _compat.started_platform()
+    takes = "has taken" if platform else "takes, as soon as it is used,"
+    if platform is None:
+        plugins = importlib.metadata.entry_points(group="jax_plugins")
+        config: Any = jax.config
+        platform = config.jax_platforms or ",".join(plugin.name for plugin in plugins)
+    if (
+        ranks
+        and "GPU" in reservation.worker
+        and any(name in platform for name in ("gpu", "cuda", "rocm"))
+        and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") not in ("0", "false", "False")
+        and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
+    ):
+        warn(
+            f"JAX in this process {takes} most of the memory of the GPUs of this host, which ranks "
+            f"{', '.join(ranks)} want for themselves. Run the driver with JAX_PLATFORMS=cpu, or "
+            f"with XLA_PYTHON_CLIENT_PREALLOCATE=false."
+        )
 
 
-def take_cores(count: int, name: str = "jaxpp-core") -> set[int]:
-    """Takes the cores that the fewest live processes have taken under the same name.
-
-    A process has an abstract Unix socket for each of its cores, which is in no folder and which
-    the system closes with the process. They are counted by one process at a time.
-
-    Raises:
-        RuntimeError: another process holds the name by which processes take turns.
-    """
-    end = time.monotonic() + CHOICE_TIMEOUT
-    with socket.socket(socket.AF_UNIX) as choosing:
-        while time.monotonic() < end:
-            with contextlib.suppress(OSError):  # another process chooses
-                choosing.bind(f"\0{name}")
-                break
-            time.sleep(0.01)
-        else:
-            raise RuntimeError(
-                f"RemoteMpmdMesh: another process of this host has held the socket name @{name} "
-                f"for {CHOICE_TIMEOUT:g} s, by which workers with cores= choose their cores one "
-                f"after the other: a worker that was stopped, or a program of another user (`ss "
-                f"-xlp` as root names it). End it, or make the mesh without cores=."
-            )
-        found = Path("/proc/net/unix").read_text().split()
-        users = Counter(int(n.split(":")[1]) for n in found if n.startswith(f"@{name}:"))
-        own = sorted(os.sched_getaffinity(0), key=lambda core: (users[core], core))[:count]
-        for core in own:
-            _taken.append(socket.socket(socket.AF_UNIX))
-            _taken[-1].bind(f"\0{name}:{core}:{secrets.token_hex(8)}")
-    return set(own)
+def warn_of_platform(here: str, there: str) -> None:
+    """Warns where a step is traced on another platform than the workers run it on."""
+    if here != there:
+        warn(
+            f"JAX runs on {here} in this process, which traces the steps, and on {there} in the "
+            f"workers. A step that asks for jax.default_backend() or the kind of GPU is told of "
+            f"{here}: it needs JAX here on {there}, with XLA_PYTHON_CLIENT_PREALLOCATE=false. "
+            f"`jax.nn.dot_product_attention` with implementation='cudnn' is traced on a host with "
+            f"a GPU alone, there also with JAX_PLATFORMS=cpu."
+        )
 
 
 def _import_paths() -> list[str]:
@@ -180,9 +137,7 @@ def _import_paths() -> list[str]:
     With these paths a worker on this machine (or on one with the same folders) imports what the
     driver imports, and nothing is uploaded.
     """
-    installed = {*sysconfig.get_paths().values(), *site.getsitepackages()}
-    installed.add(site.getusersitepackages())
-    own = {os.path.realpath(path) for path in installed}
-    own |= {os.path.join(path, "lib-dynload") for path in own}
-    paths = dict.fromkeys(os.path.realpath(path or os.getcwd()) for path in sys.path)
-    return [path for path in paths if path not in own and not path.endswith(".zip")]
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    python = (*folders, *site.getsitepackages(), site.getusersitepackages())
+    paths = dict.fromkeys(os.path.abspath(path) for path in sys.path)
+    return [path for path in paths if not path.startswith(python) and not path.endswith(".zip")]
