@@ -17,7 +17,6 @@ from jaxpp.runtime.executor._dispatcher import RankStep as RankStep
 from jaxpp.runtime.executor._dispatcher import turns_of as turns_of
 from jaxpp.runtime.executor._executor import Chunk as Chunk
 from jaxpp.runtime.executor._executor import Executor as Executor
-from jaxpp.runtime.executor._executor import Transport as Transport
 from jaxpp.runtime.executor._executor import interleave as interleave
 from jaxpp.runtime.executor._memory import HOST as HOST
 from jaxpp.runtime.executor._memory import array_bytes as array_bytes

@@ -22,13 +22,6 @@ class Transport(Protocol):
         """Returns the arrays of a message."""
         ...
 
-    def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
-        """Returns what a message that was just sent is copied to inside this process.
-
-        These are the two homes, and the arrays in the second one; None where nothing is copied.
-        """
-        ...
-
 
 class Executor:
     """The executor of one rank: its slots, its executables, and the loop over its instructions.

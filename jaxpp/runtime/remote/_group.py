@@ -90,6 +90,7 @@ class WorkerGroup:
                 gpus_per_rank=settings.devices_per_rank * settings.gpus_per_rank,
                 cpus_per_rank=settings.cpus_per_rank,
                 processes_per_rank=settings.processes_per_rank,
+                ranks_per_process=settings.ranks_per_process,
             )
             undo.callback(release_places, self._reservation)
             undo.callback(self._kill)
@@ -187,7 +188,7 @@ class WorkerGroup:
             if member.dead or joined or lost:
                 member.kill()
         try:
-            self._reset([member for member in self.members if not member.dead])
+            self._reset([member for member in self.members if member.actor and not member.dead])
             self.members = [m.renewed() if m.dead else m for m in self.members]
             self._start()
         except BaseException:

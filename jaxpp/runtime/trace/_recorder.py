@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxpp._program import Message, Run, Send
-from jaxpp.runtime.executor import Chunk, Executor, Transport
+from jaxpp.runtime.executor import Chunk, Executor
 from jaxpp.runtime.trace._profile import Module, match, module_of, read_profile
 from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
 from jaxpp.runtime.trace._watch import Watcher, mark
@@ -120,7 +120,7 @@ class Recorder:
             self._programs[id(executor)] = executor, positions, modules
         return self._programs[id(executor)][1:]
 
-    def _copied(self, transport: Transport, message: Message, call: int, start: int) -> None:
+    def _copied(self, transport: Any, message: Message, call: int, start: int) -> None:
         """Notes a message between devices of this process, whose copies were asked for at `start`.
 
         The copies between two homes are made in order.

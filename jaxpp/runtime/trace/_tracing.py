@@ -28,7 +28,8 @@ class Tracing:
     Args:
         directory: where its files go.
         started: what the clocks of this process said at its start.
-        clocks: for the first rank of each process a time, and what its clock was then behind that of this process.
+        clocks: for the first rank of each process a time, and what its clock was then behind that
+            of this process.
         steps: the programs of each step that is called, by its number; the mesh adds them.
     """
 

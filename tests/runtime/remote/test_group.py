@@ -9,6 +9,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from jaxpp.runtime.remote import _group  # noqa: E402
+from jaxpp.runtime.remote._member import Member  # noqa: E402
 from jaxpp.runtime.remote.cluster import _environment  # noqa: E402
 
 
@@ -32,6 +33,21 @@ def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
         group._check(member, unittest.mock.Mock(platform="cpu", host="b"))
     hello = unittest.mock.Mock(platform="cuda", versions=_group.versions())
     group._check(member, hello)
+
+
+def test_what_an_interrupted_restart_has_left_is_shut_down(monkeypatch):
+    for name in ("release_places", "leave_session"):
+        monkeypatch.setattr(_group, name, unittest.mock.Mock())
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(_group, "_wait", lambda references, timeout: True)
+    monkeypatch.setattr(ray, "kill", unittest.mock.Mock())
+    group: Any = object.__new__(_group.WorkerGroup)
+    group._watch = group._flying = group._reservation = group._session = unittest.mock.Mock()
+    started = unittest.mock.Mock()
+    group.members = [Member(0, (0,)), Member(1, (1,), actor=started)]
+    group._stop()
+    started.close.remote.assert_called_once_with()
+    ray.kill.assert_called_once_with(started)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Ray session: joins it, finds places for workers on its nodes, and readies them."""
+"""The Ray session: joins it, and finds places for workers on its nodes."""
 
 from jaxpp.runtime.remote.cluster._environment import prepare_process as prepare_process
 from jaxpp.runtime.remote.cluster._environment import warn_of_driver as warn_of_driver
