@@ -233,8 +233,7 @@ class Door:
         """
         if self._listening:
             return
-        if self._thread is not None:
-            self._thread.join()  # then the addresses are free
+        self.join()
         with self._lock:
             family = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0][0]
             where = self._host, self._port
@@ -256,6 +255,11 @@ class Door:
             for each in (*listening, *self._outside):
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)  # this wakes the threads that wait for them
+
+    def join(self) -> None:
+        """Waits, after `close`, until the addresses are free."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _accept(self, listening: list[socket.socket]) -> None:
         poll, sockets = select.poll(), {each.fileno(): each for each in listening}

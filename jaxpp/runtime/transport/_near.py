@@ -70,7 +70,8 @@ class Near:
         """Returns the arrays of a message."""
         arrays = self._mail.pop(message.tag)
         recent = self._recent[message.target]
-        recent.extend(arrays[:1])
+        if arrays:
+            recent.append(arrays[0])
         if len(recent) > RUN_AHEAD:
             oldest = recent.popleft()
             if not oldest.is_deleted():

@@ -650,6 +650,7 @@ class SocketTransport:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0))
+        self._door.join()
         self._bell.close()
         self._heard.close()
         self._pool.clear()

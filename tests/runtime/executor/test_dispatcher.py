@@ -168,7 +168,7 @@ def test_an_error_tells_the_rank_and_the_instruction():
     with pytest.raises(ValueError, match="no such luck") as caught:
         found.run()
     assert caught.value.__notes__ == ["in F1 on rank 1"]
-    rank, instruction = found.at
+    rank, instruction = found.at or (None, None)
     assert rank == 1 and isinstance(instruction, Run) and instruction.label == "F1"
     found.clear()
     assert found.at is None
@@ -179,12 +179,12 @@ def test_an_error_tells_the_rank_and_the_instruction():
 def test_pieces_run_in_the_order_of_all_ranks_and_together_where_they_follow_each_other():
     found, pieces = two_ranks(lambda x: [2 * x], Mail()), []
     found.executors[0].slots[0] = 1
-    found.run(
-        lambda executor, chunk: (
-            pieces.append((executor.program.rank, len(chunk))),
-            executor.execute(chunk),
-        )
-    )
+
+    def execute(executor, chunk):
+        pieces.append((executor.program.rank, len(chunk)))
+        executor.execute(chunk)
+
+    found.run(execute)
     assert pieces == [(0, 3), (1, 2)] and found.executors[1].slots[1] == 4
     assert found.at is None
 

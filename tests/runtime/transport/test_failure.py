@@ -55,9 +55,9 @@ def test_abort_wakes_a_receive(pair):
 def test_abort_wakes_who_reads_a_large_message(pair):
     """Though the rest of it does not come."""
     a, b = pair
-    header = Header(0, 1, 0, 0, BIG.nbytes).pack()
-    a._peer(1).link.connection.sendall(header + bytes(1000))
     waiting = blocked(b.receive, message([BIG]))
+    header = Header(0, 1, 0, 0, BIG.nbytes).pack()
+    a._peer(1).link.connection.sendall(header + bytes(1 << 20))
     time.sleep(0.2)
     b.abort(KeyError("the reason"))
     error, took = timed(waiting)
@@ -113,7 +113,8 @@ def test_reset_drops_what_was_on_its_way(pair):
 
 
 def test_a_waiter_that_is_late_to_wake_does_not_wait_in_the_next_epoch(pair):
-    waiting = [blocked(t.receive, message([X], 9, 1 - t.rank, t.rank)) for t in pair]
+    waits = [message([X], tag, 1 - rank, rank) for tag in range(9, 19) for rank in range(2)]
+    waiting = [blocked(pair[each.target].receive, each) for each in waits]
     time.sleep(0.1)
     for transport in pair:
         transport.abort(ValueError("the reason"))
