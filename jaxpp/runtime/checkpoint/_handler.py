@@ -5,6 +5,7 @@ type handler takes arrays to and from the processes that hold them.
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import json
 import math
@@ -43,14 +44,6 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         string = ocp.type_handlers.get_type_handler(str)
         registry = ocp.type_handlers.create_type_handler_registry(*pairs, (str, string))
         super().__init__(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
-
-    async def async_save(self, directory: Any, *_: Any, args: Any) -> Any:
-        """Copies the arrays, and starts to write the copies."""
-        return await super().async_save(directory, args=_checked(args))
-
-    def save(self, directory: Any, *_: Any, args: Any) -> None:
-        """Writes the arrays."""
-        super().save(directory, args=_checked(args))
 
     def restore(self, directory: Any, *_: Any, args: Any = None) -> Any:
         """Reads the arrays to where those of `args.item` are, or where `args.restore_args` says."""
@@ -101,12 +94,18 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
         self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
     ) -> Sequence[Any]:
         """Copies arrays, and returns the write of the copies."""
-        if any(a.dtype is not None for a in args or ()):
-            raise ValueError("jaxpp saves arrays as they are; cast them before, not by SaveArgs.")
-        snapshot = Snapshot.of([info.name for info in infos], values)
         writer = "driver" if self.typestr() == "np.ndarray" else self.typestr()
+        names = [info.name for info in infos]
+        copied = concurrent.futures.Future()
+        try:
+            copied.set_result(Snapshot.of(names, values, args or ()))
+        except Exception as error:
+            # The write raises it. If it were raised here, a thread of Orbax would wait for ten
+            # minutes for the directory, which is not made then, and the process for the thread.
+            copied.set_exception(error)
 
         async def commit() -> None:
+            snapshot = copied.result()
             for info in infos:
                 await info.await_path_creation()
             await asyncio.to_thread(snapshot.write, infos[0].parent_dir, writer)
@@ -145,14 +144,16 @@ class Snapshot:
     """
 
     arrays: Mapping[str, Stored]
-    own: Sequence[Share]
+    own: list[Share]
     mesh: Any
     held: RemoteArray | None
     names: Mapping[int, Sequence[str]]
 
     @staticmethod
-    def of(names: Sequence[str], values: Sequence[Any]) -> "Snapshot":
+    def of(names: Sequence[str], values: Sequence[Any], args: Sequence[Any]) -> "Snapshot":
         """Copies arrays, between the steps called before and those called after."""
+        if any(arg.dtype is not None for arg in args):
+            raise ValueError("jaxpp saves arrays as they are; cast them before, not by SaveArgs.")
         local: list[tuple[str, Any, int]] = []
         remote: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
         meshes: list[Any] = []
@@ -195,9 +196,12 @@ class Snapshot:
             if self.own:
                 _shares.write_shares(str(directory), writer, self.arrays, self.own)
             self._tell_of_keys(directory)
-        finally:
             if calls:
                 calls.results()
+        finally:  # also where somebody keeps the error, and with it this object
+            self.own.clear()
+            if self.held is not None:
+                self.held.delete()
 
     def _tell_of_keys(self, directory: Any) -> None:
         """Writes down which arrays are random keys, where Orbax looks for it."""
@@ -214,23 +218,24 @@ class Snapshot:
             (folder / "process_0").write_text(json.dumps({"array_metadatas": keys}))
 
 
-def _checked(args: Any) -> Any:
-    """Checks the tree that is to be saved, and gives its static leaves a form that can be.
+def checked(tree: Any) -> Any:
+    """Checks a tree that is to be saved; returns it with a name for each static leaf.
 
     Raises:
         TypeError: a leaf cannot be saved.
         ValueError: a leaf is gone, or two leaves would have one name.
     """
-    jtu.tree_map_with_path(lambda path, leaf: _check(jtu.keystr(path), leaf), args.item)
-    names = [jtu.keystr(path, simple=True, separator=".") for path, _ in
-             jtu.tree_leaves_with_path(args.item)]  # fmt: skip
+    names = []
+    for path, leaf in jtu.tree_leaves_with_path(tree):
+        _check(jtu.keystr(path), leaf)
+        names.append(jtu.keystr(path, simple=True, separator="."))  # as Orbax makes them
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
             f"Two leaves of the tree have the path {twice}, so that they cannot be told apart in a "
             f"checkpoint; give them keys with different names."
         )
-    return dataclasses.replace(args, item=jtu.tree_map(_storable, args.item))
+    return jtu.tree_map(_storable, tree)
 
 
 def _check(path: str, leaf: Any) -> None:
@@ -322,7 +327,7 @@ def targets(like: Any, shardings: Any = None) -> Any:
 def _target(path: str, like: Any, place: Any) -> Any:
     if like is ... or isinstance(_storable(like), str):
         return ocp.RestoreArgs(restore_type=str)
-    if place is None and not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+    if type(like) in _NUMBERS or (place is None and isinstance(like, np.ndarray | np.generic)):
         place = np
     elif place is None and getattr(like, "committed", True):
         place = like.sharding
@@ -426,11 +431,10 @@ def check_format(directory: Any) -> None:
     Raises:
         ValueError: it has.
     """
-    for folder in (directory, directory.parent):
-        manifest = folder / "manifest.json"
-        if manifest.exists() and '"jaxpp-state"' in manifest.read_text()[:100]:
-            raise ValueError(
-                f"{folder} is a checkpoint in the format that jaxpp had before it took Orbax's. "
-                f"Load it with jaxpp at commit 852d4a3 (jaxpp.load_state), and save what that gives"
-                f" with Orbax (jaxpp.gather, orbax.checkpoint.StandardCheckpointer)."
-            )
+    manifest = directory / "manifest.json"
+    if manifest.exists() and '"jaxpp-state"' in manifest.read_text()[:100]:
+        raise ValueError(
+            f"{directory} is a checkpoint in the format that jaxpp had before it took Orbax's. Load "
+            f"it with jaxpp at commit 852d4a3 (jaxpp.load_state), and save what that gives with "
+            f"Orbax (jaxpp.gather, orbax.checkpoint.StandardCheckpointer)."
+        )

@@ -23,6 +23,8 @@ def save_args(tree: Any) -> "ocp.args.PyTreeSave":
         tree: a pytree of arrays of this process, arrays of one remote mesh, and numbers.
 
     Raises:
+        ValueError: an array has been donated.
+        TypeError: an array has a dtype that is none of JAX's.
         ImportError: Orbax is not installed; it is in the extra `checkpoint`.
 
     Example:
@@ -38,7 +40,8 @@ def save_args(tree: Any) -> "ocp.args.PyTreeSave":
         ...     steps, manager.restore(3, args=jaxpp.restore_args(state))
         ([3, 4], {'weights': Array([4., 4., 4.], dtype=float32)})
     """
-    return _handler().StateSave(tree)
+    handler = _handler()
+    return handler.StateSave(handler.checked(tree))
 
 
 def restore_args(like: Any, shardings: Any = None) -> "ocp.args.PyTreeRestore":
@@ -88,7 +91,7 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
         ...     jaxpp.load_state(f"{directory}/7", state)["step"]
         7
     """
-    checkpointer, path = _checkpointer(), _absolute(path)
+    checkpointer, args, path = _checkpointer(), save_args(tree), _absolute(path)
     there = path.exists()
     if there and not (overwrite and (path / _IS_ORBAX).exists()):
         raise FileExistsError(errno.EEXIST, _WHY[overwrite], str(path))
@@ -97,7 +100,7 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
     old = path.parent / f"{draft.name}.old"
     try:
         with checkpointer:
-            checkpointer.save(draft, args=save_args(tree))
+            checkpointer.save(draft, args=args)
     except BaseException:
         for rest in path.parent.glob(f"{draft.name}.orbax-checkpoint-tmp*"):
             with contextlib.suppress(OSError):
@@ -143,7 +146,8 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
         {'w': Array([0., 1., 2.], dtype=float32)}
     """
     checkpointer, path = _checkpointer(), _absolute(path)
-    if not path.exists():
+    _handler().check_format(path)
+    if not (path / _IS_ORBAX).exists():
         raise FileNotFoundError(errno.ENOENT, "There is no checkpoint", str(path))
     with checkpointer:
         return checkpointer.restore(path, args=restore_args(like, shardings))
