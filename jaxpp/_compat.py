@@ -422,9 +422,7 @@ def _put(device: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     return jax.device_put(arrays, device)
 
 
-def join_shards(
-    aval: Any, sharding: Any, shards: Sequence[Any], *, committed: bool = True
-) -> Any:
+def join_shards(aval: Any, sharding: Any, shards: Sequence[Any], *, committed: bool = True) -> Any:
     """Makes an array of its shards, as `jax.make_array_from_single_device_arrays` does.
 
     That function gives no array the weak type that `aval` may have. An array that is not

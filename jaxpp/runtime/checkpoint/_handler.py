@@ -176,7 +176,10 @@ class Snapshot:
         own = _shares.to_shares(local)
         found = calls.results() if calls else {}
         boxes = defaultdict(list)
-        for name, box in [*_shares.boxes_of(own), *(b for r in found.values() for p in r for b in p)]:
+        for name, box in [
+            *_shares.boxes_of(own),
+            *(b for r in found.values() for p in r for b in p),
+        ]:
             boxes[name].append(box)
         types = {name: _type_of(value) for name, value in zip(names, values, strict=True)}
         arrays = {n: Stored(t, _shares.chunk_shape(t, boxes[n])) for n, t in types.items()}

@@ -92,23 +92,22 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
         7
     """
     checkpointer, args, path = _checkpointer(), save_args(tree), _absolute(path)
+    new, old = _beside(path)
+    _clean(path)
     there = path.exists()
     if there and not (overwrite and (path / _IS_ORBAX).exists()):
         raise FileExistsError(errno.EEXIST, _WHY[overwrite], str(path))
-    # Beside the place, since Orbax itself would remove the old one first.
-    draft = path.parent / f"{path.name}.{uuid.uuid4().hex[:8]}" if there else path
-    old = path.parent / f"{draft.name}.old"
     try:
         with checkpointer:
-            checkpointer.save(draft, args=args)
+            # Orbax itself would remove the old one first.
+            checkpointer.save(new if there else path, args=args)
     except BaseException:
-        for rest in path.parent.glob(f"{draft.name}.orbax-checkpoint-tmp*"):
-            with contextlib.suppress(OSError):
-                rest.rmtree()
+        with contextlib.suppress(OSError):
+            _clean(path)
         raise
     if there:
         path.rename(old)
-        draft.rename(path)
+        new.rename(path)
         old.rmtree()
 
 
@@ -147,10 +146,11 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
     """
     checkpointer, path = _checkpointer(), _absolute(path)
     _handler().check_format(path)
-    if not (path / _IS_ORBAX).exists():
+    there = [p for p in (path, _beside(path)[1]) if (p / _IS_ORBAX).exists()]
+    if not there:
         raise FileNotFoundError(errno.ENOENT, "There is no checkpoint", str(path))
     with checkpointer:
-        return checkpointer.restore(path, args=restore_args(like, shardings))
+        return checkpointer.restore(there[0], args=restore_args(like, shardings))
 
 
 #: The file by which a directory is known as a checkpoint of Orbax.
@@ -160,6 +160,24 @@ _WHY = {
     False: "Something is there already; pass overwrite=True to replace a checkpoint",
     True: "Something that is not a checkpoint of Orbax is there; save elsewhere",
 }
+
+
+def _beside(path: Any) -> tuple[Any, Any]:
+    """Returns where the new checkpoint and the old one are while one replaces the other."""
+    return tuple(path.parent / f"{path.name}.jaxpp-{which}" for which in ("new", "old"))
+
+
+def _clean(path: Any) -> None:
+    """Removes what a save has left that failed or was killed."""
+    new, old = _beside(path)
+    if old.exists() and not path.exists():
+        old.rename(path)
+    for place in (path, new):
+        for rest in path.parent.glob(f"{place.name}.orbax-checkpoint-tmp*"):
+            rest.rmtree()
+    for rest in (new, old):
+        if rest.exists():
+            rest.rmtree()
 
 
 def _handler() -> Any:

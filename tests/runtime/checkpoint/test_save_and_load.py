@@ -320,7 +320,10 @@ def test_a_copy_that_is_read_only_is_read(tmp_path, assert_same, read_only):
     [
         ({"d": 1}, "d:\n.*Source: 1\n.*MISSING"),
         ({"a": ...}, "a:\n.*Source: MISSING"),
-        ({"a": jnp.ones(3, "int32")}, r"\['a'\] is float32\[3\] in the .* and int32\[3\] in `like`"),
+        (
+            {"a": jnp.ones(3, "int32")},
+            r"\['a'\] is float32\[3\] in the .* and int32\[3\] in `like`",
+        ),
         ({"b": jnp.ones(4)}, r"\['b'\] is float32\[2,2\] in the checkpoint, and float32\[4\]"),
         ({"f": jax.nn.gelu}, r"\['f'\] is .*relu in the checkpoint, and .*gelu in `like`"),
         ({"k": jax.random.key(0)}, r"\['k'\] is float32\[2\] in .* and key<threefry2x32>\[\]"),
@@ -422,7 +425,11 @@ def test_the_driver_of_tensorstore_is_that_of_the_path(tmp_path):
     """Of buckets the drivers are made, and not called: there is none here."""
     import tensorstore
 
-    for path, driver in [("gs://bucket/x", "gcs"), ("s3://bucket/x", "s3"), (str(tmp_path), "file")]:
+    for path, driver in [
+        ("gs://bucket/x", "gcs"),
+        ("s3://bucket/x", "s3"),
+        (str(tmp_path), "file"),
+    ]:
         base = _shares._base(path)
         assert (base["driver"], base["path"][-1]) == (driver, "/")
         assert tensorstore.KvStore.Spec(base)
