@@ -1,12 +1,13 @@
 """The part of Orbax that knows of ranks: a type handler, and the handler of pytrees that has it.
 
-Orbax keeps the tree, names, atomic publication, saves in the background, what to keep and where. The
-type handler takes arrays to and from the processes that hold them.
+Orbax does the tree, names, atomic publication, saves in the background, what to keep and where.
+The type handler takes arrays to and from the processes that hold them.
 """
 
 import asyncio
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -18,6 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
+from orbax.checkpoint import future
 
 from jaxpp import _compat
 from jaxpp._specs import Spec, axis_sizes, spec_of, type_of
@@ -45,7 +47,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         registry = ocp.type_handlers.create_type_handler_registry(*pairs, (str, string))
         super().__init__(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
 
-    def restore(self, directory: Any, *_: Any, args: Any = None) -> Any:
+    def restore(self, directory: Any, *_: Any, args: Any = None, **__: Any) -> Any:
         """Reads the arrays to where those of `args.item` are, or where `args.restore_args` says."""
         check_format(directory)
         args = StateRestore() if args is None else args
@@ -110,8 +112,7 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
                 await info.await_path_creation()
             await asyncio.to_thread(snapshot.write, infos[0].parent_dir, writer)
 
-        signals = ocp.future.CommitFutureAwaitingContractedSignals
-        return [signals(commit(), name=f"jaxpp-{writer}")]
+        return [future.CommitFutureAwaitingContractedSignals(commit(), name=f"jaxpp-{writer}")]
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Reads arrays to their targets; without targets as Orbax does."""
@@ -176,10 +177,8 @@ class Snapshot:
         own = _shares.to_shares(local)
         found = calls.results() if calls else {}
         boxes = defaultdict(list)
-        for name, box in [
-            *_shares.boxes_of(own),
-            *(b for r in found.values() for p in r for b in p),
-        ]:
+        of_ranks = itertools.chain(*itertools.chain(*found.values()))
+        for name, box in itertools.chain(_shares.boxes_of(own), of_ranks):
             boxes[name].append(box)
         types = {name: _type_of(value) for name, value in zip(names, values, strict=True)}
         arrays = {n: Stored(t, _shares.chunk_shape(t, boxes[n])) for n, t in types.items()}
@@ -346,7 +345,8 @@ def _read(database: Database, names: Sequence[str], args: Sequence[Target]) -> l
     def note(like: Any, source: Source, place: Any) -> Any:
         if not isinstance(place, RemoteSharding):
             local.append((source, place, bool(getattr(like, "weak_type", False))))
-            return lambda number=len(local) - 1: read[number]
+            number = len(local) - 1
+            return lambda: read[number]
         aval = type_of(getattr(like, "aval", like), source.part.shape)
         # Where the step does not read it on any rank, any rank may keep it.
         array = place.mesh.new_array(aval, place.ranks or (0,), _spec_of(source, place))
@@ -437,7 +437,7 @@ def check_format(directory: Any) -> None:
     manifest = directory / "manifest.json"
     if manifest.exists() and '"jaxpp-state"' in manifest.read_text()[:100]:
         raise ValueError(
-            f"{directory} is a checkpoint in the format that jaxpp had before it took Orbax's. Load "
-            f"it with jaxpp at commit 852d4a3 (jaxpp.load_state), and save what that gives with "
-            f"Orbax (jaxpp.gather, orbax.checkpoint.StandardCheckpointer)."
+            f"{directory} is a checkpoint in the format that jaxpp had before it took Orbax's. "
+            f"Load it with jaxpp at commit 852d4a3 (jaxpp.load_state), and save what that gives "
+            f"with Orbax (jaxpp.gather, orbax.checkpoint.StandardCheckpointer)."
         )

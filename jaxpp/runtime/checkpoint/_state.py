@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from jaxpp._extras import need
@@ -55,6 +54,15 @@ def restore_args(like: Any, shardings: Any = None) -> "ocp.args.PyTreeRestore":
 
     Raises:
         ImportError: Orbax is not installed; it is in the extra `checkpoint`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp, orbax.checkpoint as ocp, tempfile
+        >>> like = {"w": jax.ShapeDtypeStruct((3,), "float32")}
+        >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+        ...     _ = manager.save(1, args=jaxpp.save_args({"w": jnp.arange(3.0)}))
+        ...     manager.wait_until_finished()
+        ...     manager.restore(1, args=jaxpp.restore_args(like))
+        {'w': Array([0., 1., 2.], dtype=float32)}
     """
     handler = _handler()
     return handler.StateRestore(like, handler.targets(like, shardings))
@@ -84,35 +92,35 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
         ImportError: Orbax is not installed; it is in the extra `checkpoint`.
 
     Example:
-        >>> import jax.numpy as jnp, jaxpp
+        >>> import jax.numpy as jnp, jaxpp, tempfile
         >>> state = {"weights": jnp.ones((2, 3)), "step": 7}
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     jaxpp.save_state(f"{directory}/7", state)
         ...     jaxpp.load_state(f"{directory}/7", state)["step"]
         7
     """
-    checkpointer, args, path = _checkpointer(), save_args(tree), _absolute(path)
-    new, old = _beside(path)
-    _clean(path)
-    there = path.exists()
-    if there and not (overwrite and (path / _IS_ORBAX).exists()):
-        raise FileExistsError(errno.EEXIST, _WHY[overwrite], str(path))
+    checkpointer, args, place = _checkpointer(), save_args(tree), _absolute(path)
+    new, old = _beside(place)
+    _clean(place)
+    there = place.exists()
+    if there and not (overwrite and (place / _IS_ORBAX).exists()):
+        raise FileExistsError(errno.EEXIST, _WHY[overwrite], str(place))
     try:
         with checkpointer:
             # Orbax itself would remove the old one first.
-            checkpointer.save(new if there else path, args=args)
+            checkpointer.save(new if there else place, args=args)
     except BaseException:
         with contextlib.suppress(OSError):
-            _clean(path)
+            _clean(place)
         raise
     if there:
-        path.rename(old)
-        new.rename(path)
+        place.rename(old)
+        new.rename(place)
         old.rmtree()
 
 
 def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -> Any:
-    """Loads a checkpoint that `save_state`, Orbax, or Orbax with `checkpoint_handler` has written.
+    """Loads a checkpoint that `save_state`, `save_args` with Orbax, or Orbax alone has saved.
 
     The checkpoint may have been written by other ranks, on another mesh and under another schedule.
     Each rank reads its own share; only arrays of this process go through this process.
@@ -144,11 +152,11 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
         ...     jaxpp.load_state(f"{directory}/1", {"w": jax.ShapeDtypeStruct((3,), "float32")})
         {'w': Array([0., 1., 2.], dtype=float32)}
     """
-    checkpointer, path = _checkpointer(), _absolute(path)
-    _handler().check_format(path)
-    there = [p for p in (path, _beside(path)[1]) if (p / _IS_ORBAX).exists()]
+    checkpointer, place = _checkpointer(), _absolute(path)
+    _handler().check_format(place)
+    there = [p for p in (place, _beside(place)[1]) if (p / _IS_ORBAX).exists()]
     if not there:
-        raise FileNotFoundError(errno.ENOENT, "There is no checkpoint", str(path))
+        raise FileNotFoundError(errno.ENOENT, "There is no checkpoint", str(place))
     with checkpointer:
         return checkpointer.restore(there[0], args=restore_args(like, shardings))
 

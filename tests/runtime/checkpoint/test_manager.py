@@ -1,4 +1,4 @@
-"""Orbax's CheckpointManager: it saves beside the training, keeps the last or the best, tells errors."""
+"""Orbax's CheckpointManager: it saves beside the training, and keeps the last or the best."""
 
 import threading
 
