@@ -16,7 +16,12 @@ from experiments.training.log import Row
 def manager(config: Config) -> ocp.CheckpointManager:
     """The checkpoints of a training, of which the last is kept."""
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
-    return ocp.CheckpointManager((config.folder / "checkpoints").absolute(), options=options)
+    return ocp.CheckpointManager(folder_of(config), options=options)
+
+
+def folder_of(config: Config) -> pathlib.Path:
+    """The folder of the checkpoints of a training."""
+    return (config.folder / "checkpoints").absolute()
 
 
 def metrics_file(config: Config) -> pathlib.Path:
@@ -26,11 +31,11 @@ def metrics_file(config: Config) -> pathlib.Path:
 def open_output(config: Config) -> None:
     """Makes the output folder, where it has nothing that a new run would mix with."""
     config.folder.mkdir(parents=True, exist_ok=True)
-    with manager(config) as checkpoints:
-        last = checkpoints.latest_step()
-    if last is not None and not config.resume:
+    folder = folder_of(config)  # no manager: it would start JAX, before the devices are chosen
+    steps = ocp.utils.checkpoint_steps(folder) if folder.exists() else []
+    if steps and not config.resume:
         raise ValueError(
-            f"output={config.output} has the checkpoint of step {last} of another run; go on from "
+            f"output={config.output} has the checkpoint of step {max(steps)} of another run; go on from "
             f"it with resume, or use another folder."
         )
 

@@ -108,7 +108,7 @@ def test_wrong_use_is_named(tmp_path):
     save = {"x": jnp.ones(3)}
     with ocp.CheckpointManager(tmp_path) as manager:
         cast = save_args(save)
-        cast.save_args = {"x": ocp.SaveArgs(dtype="bfloat16")}
+        cast.save_args = {"x": ocp.SaveArgs(dtype=jnp.dtype("bfloat16"))}
         manager.save(1, args=cast)
         with pytest.raises(ValueError, match="cast them before"):
             manager.wait_until_finished()
