@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from jaxpp._extras import need
@@ -110,8 +111,11 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
             # Orbax itself would remove the old one first.
             checkpointer.save(new if there else place, args=args)
     except BaseException:
-        with contextlib.suppress(OSError):
-            _clean(place)
+        for _ in range(40):  # Orbax does not wait for the writes beside the one that failed
+            with contextlib.suppress(OSError):
+                _clean(place)
+                break
+            time.sleep(0.05)
         raise
     if there:
         place.rename(old)
