@@ -31,11 +31,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
 import jaxpp
 from jaxpp._program import Run, Send
 from jaxpp.runtime import RankError
-from jaxpp.runtime.checkpoint import Checkpointer, _store
+from jaxpp.runtime.checkpoint import _shares
 from jaxpp.runtime.executor import Executor
 
 #: Steps of a run, and after how many there is a checkpoint.
@@ -279,16 +280,16 @@ def cut(pid: int, note: str) -> None:
 def _in_a_checkpoint(fault: Fault, note: str) -> None:
     before = iter(range(fault.call, -1, -1))
 
-    def write(directory: Path, pieces: dict[str, np.ndarray]) -> None:
+    def write(directory: str, writer: str, arrays: Any, shares: Sequence[Any]) -> None:
         if next(before) > 0:
-            return write_pieces(directory, pieces)
+            return write_shares(directory, writer, arrays, shares)
         undo()
-        write_pieces(directory, dict(list(pieces.items())[: len(pieces) // 2]))
+        write_shares(directory, writer, arrays, shares[: len(shares) // 2])
         _write_note(note)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
 
-    write_pieces = _store.write
-    undo = _patch(_store, "write", write)
+    write_shares = _shares.write_shares
+    undo = _patch(_shares, "write_shares", write)
 
 
 def _in_a_feed(fault: Fault, note: str) -> None:
@@ -361,9 +362,9 @@ class Bench:
         final = [np.asarray(leaf) for leaf in jax.tree.leaves((params, momentum, rate))]
         bench = Bench(mesh, step, fed, losses, final, list(like), list(shardings[:3]))
         bench.train_once()  # what a call compiles is its own
-        with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
+        with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
             began = time.monotonic()
-            bench.train(bench.start(), 0, checkpointer, random.Random(0), False)
+            bench.train(bench.start(), 0, manager, random.Random(0), False)
             bench.seconds = time.monotonic() - began
         return bench
 
@@ -380,7 +381,12 @@ class Bench:
             jax.device_get(self.call(self.start(), 0, fed))
 
     def train(
-        self, state: Any, first: int, checkpointer: Checkpointer, chance: random.Random, fed: bool
+        self,
+        state: Any,
+        first: int,
+        manager: ocp.CheckpointManager,
+        chance: random.Random,
+        fed: bool,
     ) -> None:
         """Trains from a step on to the end, and compares with the uninterrupted run."""
         losses = {}
@@ -391,8 +397,8 @@ class Bench:
             if chance.random() < 0.3:
                 self.mesh.apply(pid_of, {chance.randrange(self.mesh.num_ranks): ()})
             if (n + 1) % EVERY == 0:
-                checkpointer.save(n + 1, state)
-        checkpointer.wait()
+                manager.save(n + 1, args=jaxpp.save_args(state))
+        manager.wait_until_finished()
         for n, loss in losses.items():
             np.testing.assert_array_equal(np.asarray(loss), self.losses[n], strict=True)
         for leaf, expected in zip(jax.tree.leaves(state), self.state, strict=True):
@@ -429,16 +435,16 @@ def run_with_fault(bench: Bench, fault: Fault, directory: Path, seed: int = 0) -
     if fault.kind not in MILD:
         bench.mesh.restart()
     restarted = time.monotonic() - restarting
-    with Checkpointer(directory / "checkpoints", keep=None) as checkpointer:
-        last = checkpointer.latest()
+    with ocp.CheckpointManager(directory / "checkpoints") as manager:
+        last = manager.latest_step()
         # Where a fault does not end the worker, or comes later, calls may go on to the end.
         ends_there = fault.kind not in ("disk", "interrupt", "line", "link") and not fault.delay
         last_call = fault.call if ends_there else STEPS - 1
         assert last in (None, *range(EVERY, last_call + 2, EVERY)), last
         state = bench.start()
         if last is not None:
-            state = checkpointer.restore(bench.like, last, bench.shardings)
-        bench.train(state, last or 0, checkpointer, chance, fed)
+            state = manager.restore(last, args=jaxpp.restore_args(bench.like, bench.shardings))
+        bench.train(state, last or 0, manager, chance, fed)
     bench.train_once()  # new workers may not have the steps yet
     return Outcome(fault, detection, restarted, time.monotonic() - began, str(error))
 
@@ -452,10 +458,10 @@ def _train_until_error(
         pids[-1] = os.getpid()
         bench.mesh.apply(arm, {fault.rank: (fault, str(note), pids)})
     try:
-        with Checkpointer(directory / "checkpoints", keep=None) as checkpointer:
+        with ocp.CheckpointManager(directory / "checkpoints") as manager:
             if interrupts:
                 _interrupt_later(fault.position * bench.seconds, note)
-            bench.train(bench.start(), 0, checkpointer, chance, fault.kind == "feed")
+            bench.train(bench.start(), 0, manager, chance, fault.kind == "feed")
             # All there is to fetch was there before: the next call or fetch has to notice.
             while not note.exists():
                 time.sleep(0.01)

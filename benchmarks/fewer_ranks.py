@@ -20,6 +20,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from absl import app, flags
 
 import jaxpp
@@ -64,16 +65,16 @@ def train(step: Any, state: Any, first: int) -> Iterator[tuple[int, Any, float]]
         yield number + 1, state, float(loss)
 
 
-def train_until_lost(checkpointer: jaxpp.Checkpointer) -> None:
+def train_until_lost(manager: ocp.CheckpointManager) -> None:
     """Trains on all ranks, until the worker of the last rank is killed."""
     with jaxpp.RemoteMpmdMesh((_RANKS.value,), ("mpmd",)) as mesh:
         try:
             for done, state, loss in train(placed(mesh), start(), 0):
                 print(f"step {done:2} on {mesh.num_ranks} ranks: loss {loss:.6f}")
                 if done % _EVERY.value == 0:
-                    checkpointer.save(done, state)
+                    manager.save(done, args=jaxpp.save_args(state))
                 if done == _LOST_AFTER.value:
-                    checkpointer.wait()
+                    manager.wait_until_finished()
                     mesh.apply(kill, {mesh.num_ranks - 1: ()})
         except jaxpp.RankError as error:
             print(f"rank {error.rank} is lost: {str(error).splitlines()[0]}")
@@ -87,22 +88,25 @@ def kill(process: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def go_on(checkpointer: jaxpp.Checkpointer) -> tuple[list[float], Any]:
+def go_on(manager: ocp.CheckpointManager) -> tuple[list[float], Any]:
     """Loads the last checkpoint onto one rank fewer, each its own part, and trains to the end."""
     with jaxpp.RemoteMpmdMesh((_RANKS.value - 1,), ("mpmd",)) as mesh:
         step = placed(mesh)
         like = eqx.filter_eval_shape(start)
         compiled = step.lower(*like, batch_of(0)).compile()
-        first = checkpointer.latest()
-        state = checkpointer.restore(like, first, compiled.input_shardings[:2])
+        first = manager.latest_step()
+        places = compiled.input_shardings[:2]
+        state = manager.restore(first, args=jaxpp.restore_args(like, places))
         return finish(step, state, first or 0)
 
 
-def fresh_run(checkpointer: jaxpp.Checkpointer) -> tuple[list[float], Any]:
+def fresh_run(manager: ocp.CheckpointManager) -> tuple[list[float], Any]:
     """Starts on one rank fewer from plain arrays of the checkpoint's values."""
     with jaxpp.RemoteMpmdMesh((_RANKS.value - 1,), ("mpmd",)) as mesh:
-        state = checkpointer.restore(eqx.filter_eval_shape(start))
-        return finish(placed(mesh), state, checkpointer.latest() or 0)
+        first = manager.latest_step()
+        like = eqx.filter_eval_shape(start)
+        state = manager.restore(first, args=jaxpp.restore_args(like))
+        return finish(placed(mesh), state, first or 0)
 
 
 def finish(step: Any, state: Any, first: int) -> tuple[list[float], Any]:
@@ -117,12 +121,12 @@ def finish(step: Any, state: Any, first: int) -> tuple[list[float], Any]:
 def main(_: list[str]) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        with jaxpp.Checkpointer(pathlib.Path(folder, "checkpoints")) as checkpointer:
-            train_until_lost(checkpointer)
-            print(f"go on from the checkpoint of step {checkpointer.latest()}:")
-            losses, state = go_on(checkpointer)
+        with ocp.CheckpointManager(pathlib.Path(folder, "checkpoints")) as manager:
+            train_until_lost(manager)
+            print(f"go on from the checkpoint of step {manager.latest_step()}:")
+            losses, state = go_on(manager)
             print("a fresh run from that state:")
-            fresh_losses, fresh = fresh_run(checkpointer)
+            fresh_losses, fresh = fresh_run(manager)
     assert losses == fresh_losses, (losses, fresh_losses)
     leaves = list(zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True))
     for got, expected in leaves:

@@ -286,11 +286,12 @@ def run(config: Config, mesh: Mesh, corpus: data.Corpus) -> tuple[Any, list[Row]
     step_fn = step_fn.lower(*like, *next(training_batches(config, corpus))).compile()
 
     def attempt():
-        with checkpoints.checkpointer(config) as saved:
-            if (last := saved.latest()) is None:
+        with checkpoints.manager(config) as saved:
+            if (last := saved.latest_step()) is None:
                 state, metrics = initial_state(config), []
             else:
-                state = saved.restore(like, shardings=step_fn.input_shardings[:2])
+                places = step_fn.input_shardings[:2]
+                state = saved.restore(last, args=jaxpp.restore_args(like, places))
                 metrics = log.read(checkpoints.metrics_file(config), last)
             with checkpoints.recording(config, saved, metrics) as after_step:
                 return train(

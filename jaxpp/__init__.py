@@ -11,7 +11,8 @@ Where a step runs:
     MpmdMesh((4,)): ranks that are devices of this process.
     RemoteMpmdMesh((4,)): ranks that are worker processes of Ray, on one host or many.
     gather(tree): brings results of a step to one device.
-    save_state, load_state, Checkpointer: write a state that ranks hold, and read it.
+    save_state, load_state: write a state that ranks hold, and read it.
+    save_args, restore_args: the same for Orbax's CheckpointManager.
 
 Before it runs, and after:
     schedules: twenty schedules, your own, `compare`, `simulate`, `plot`; all without JAX.
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING as TYPE_CHECKING
 
 from jaxpp._late import __dir__ as __dir__
 from jaxpp._version import __version__ as __version__
-from jaxpp.runtime import Checkpointer as Checkpointer
 from jaxpp.runtime import MpmdMesh as MpmdMesh
 from jaxpp.runtime import RankError as RankError
 from jaxpp.runtime import RemoteArray as RemoteArray
@@ -38,6 +38,8 @@ from jaxpp.runtime import Trace as Trace
 from jaxpp.runtime import gather as gather
 from jaxpp.runtime import load_state as load_state
 from jaxpp.runtime import merge_traces as merge_traces
+from jaxpp.runtime import restore_args as restore_args
+from jaxpp.runtime import save_args as save_args
 from jaxpp.runtime import save_state as save_state
 
 if TYPE_CHECKING:  # else `__getattr__` imports them, when a program first asks for one

@@ -422,15 +422,16 @@ def _put(device: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     return jax.device_put(arrays, device)
 
 
-def join_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
+def join_shards(aval: Any, sharding: Any, shards: Sequence[Any], *, committed: bool = True) -> Any:
     """Makes an array of its shards, as `jax.make_array_from_single_device_arrays` does.
 
-    That function gives no array the weak type that `aval` may have.
+    That function gives no array the weak type that `aval` may have. An array that is not
+    `committed` to its devices is made of one with a weak type alone.
     """
     if not getattr(aval, "weak_type", False):
         return jax.make_array_from_single_device_arrays(aval.shape, sharding, list(shards))
     weak = core.ShapedArray(aval.shape, aval.dtype, weak_type=True, memory_space=memory_space(aval))
-    return array.ArrayImpl(weak, sharding, list(shards), committed=True)
+    return array.ArrayImpl(weak, sharding, list(shards), committed=committed)
 
 
 def serve_collectives_at(host: str) -> None:

@@ -5,14 +5,23 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import orbax.checkpoint as ocp
+
 import jaxpp
 from experiments.training import log
 from experiments.training.config import Config
 from experiments.training.log import Row
 
 
-def checkpointer(config: Config) -> jaxpp.Checkpointer:
-    return jaxpp.Checkpointer(config.folder / "checkpoints", keep=1)
+def manager(config: Config) -> ocp.CheckpointManager:
+    """The checkpoints of a training, of which the last is kept."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    return ocp.CheckpointManager(folder_of(config), options=options)
+
+
+def folder_of(config: Config) -> pathlib.Path:
+    """The folder of the checkpoints of a training."""
+    return (config.folder / "checkpoints").absolute()
 
 
 def metrics_file(config: Config) -> pathlib.Path:
@@ -22,18 +31,18 @@ def metrics_file(config: Config) -> pathlib.Path:
 def open_output(config: Config) -> None:
     """Makes the output folder, where it has nothing that a new run would mix with."""
     config.folder.mkdir(parents=True, exist_ok=True)
-    with checkpointer(config) as checkpoints:
-        last = checkpoints.latest()
-    if last is not None and not config.resume:
+    folder = folder_of(config)  # no manager: it would start JAX, before the devices are chosen
+    steps = ocp.utils.checkpoint_steps(folder) if folder.exists() else []
+    if steps and not config.resume:
         raise ValueError(
-            f"output={config.output} has the checkpoint of step {last} of another run; go on from "
+            f"output={config.output} has the checkpoint of step {max(steps)} of another run; go on from "
             f"it with resume, or use another folder."
         )
 
 
 @contextlib.contextmanager
 def recording(
-    config: Config, checkpoints: jaxpp.Checkpointer, metrics: Sequence[Row]
+    config: Config, checkpoints: ocp.CheckpointManager, metrics: Sequence[Row]
 ) -> Iterator[Callable[[Row, Any], None]]:
     """A hook for each step of a training that writes its row to a file, and checkpoints.
 
@@ -50,6 +59,6 @@ def recording(
             add_row(row)  # before the checkpoint: a step that is not done again has its row
             step = int(row["step"])
             if every > 0 and (step % every == 0 or step == config.steps):
-                checkpoints.save(step, state)
+                checkpoints.save(step, args=jaxpp.save_args(state))
 
         yield after_step

@@ -7,8 +7,9 @@ when all was. local: ranks in this process. remote: ranks as worker processes. c
 from jaxpp.runtime.arrays import StackedArray as StackedArray
 from jaxpp.runtime.arrays import StackedSharding as StackedSharding
 from jaxpp.runtime.arrays import gather as gather
-from jaxpp.runtime.checkpoint import Checkpointer as Checkpointer
 from jaxpp.runtime.checkpoint import load_state as load_state
+from jaxpp.runtime.checkpoint import restore_args as restore_args
+from jaxpp.runtime.checkpoint import save_args as save_args
 from jaxpp.runtime.checkpoint import save_state as save_state
 from jaxpp.runtime.executor import Description as Description
 from jaxpp.runtime.executor import RankDescription as RankDescription

@@ -1,5 +1,10 @@
-"""Saves and loads trees of arrays, wherever they are; each rank writes its own."""
+"""Checkpoints in Orbax's format; each rank writes and reads its own arrays.
 
-from jaxpp.runtime.checkpoint._checkpointer import Checkpointer as Checkpointer
-from jaxpp.runtime.checkpoint._load import load_state as load_state
-from jaxpp.runtime.checkpoint._save import save_state as save_state
+_state: the names that users call. _handler: the part of Orbax that knows of ranks. _shares: what
+runs in the process that holds the arrays.
+"""
+
+from jaxpp.runtime.checkpoint._state import load_state as load_state
+from jaxpp.runtime.checkpoint._state import restore_args as restore_args
+from jaxpp.runtime.checkpoint._state import save_args as save_args
+from jaxpp.runtime.checkpoint._state import save_state as save_state

@@ -161,16 +161,6 @@ def test_a_checkpoint_is_read_onto_other_parts_and_onto_none(tmp_path):
     chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, t) for t in (got, want)))
 
 
-def test_each_piece_of_a_checkpoint_is_a_part(tmp_path):
-    from jaxpp.runtime.checkpoint import _save
-
-    state = state_of((0, 2, 5))
-    (tmp_path / "data").mkdir()
-    leaves = _save.Plan.of(state).write(tmp_path / "data")
-    pieces = next(leaf.pieces for leaf in leaves if leaf.path == "[0]['w']")  # type: ignore
-    assert [(p.offset, p.shape) for p in pieces] == [((0, 0, 0), (2, 4, 4)), ((2, 0, 0), (3, 4, 4))]
-
-
 def test_a_sharding_of_other_rows_is_refused(tmp_path):
     x, _ = stack()
     jaxpp.save_state(tmp_path / "1", {"x": jnp.ones((4, 3))})

@@ -1,13 +1,16 @@
 """A remote mesh without processes: the ranks are threads, each with a device and its arrays."""
 
+import os
 import pickle
-import threading
+import subprocess
+import sys
 import types
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpp.runtime.remote._array import RemoteArray
@@ -31,6 +34,16 @@ class Calls:
         return found
 
 
+class Process(types.SimpleNamespace):
+    """As much of a rank's process as the functions of a checkpoint may use."""
+
+    def __init__(self, rank):
+        super().__init__(rank=rank, process=0, home=jax.devices()[rank], arrays={})
+
+    def wait_for(self, numbers):
+        return [self.arrays[number] for number in numbers]
+
+
 class ThreadMesh:
     """As much of `RemoteMpmdMesh` as saving and loading need; what crosses it is pickled."""
 
@@ -39,17 +52,7 @@ class ThreadMesh:
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
         self.inside = None
-        self.processes = [
-            types.SimpleNamespace(
-                rank=rank,
-                number_in_rank=0,
-                home=jax.devices()[rank],
-                arrays={},
-                lock=threading.Condition(),
-                failure=None,
-            )
-            for rank in range(num_ranks)
-        ]
+        self.processes = [Process(rank) for rank in range(num_ranks)]
         self.dead = set()
         self._ordered, self._aside = (
             [ThreadPoolExecutor(1) for _ in range(num_ranks)] for _ in range(2)
@@ -75,6 +78,10 @@ class ThreadMesh:
 
     def forget(self, array):
         pass
+
+    def release(self, array):
+        for process in self.processes:
+            process.arrays.pop(array.id, None)
 
     def apply_everywhere(self, function, arguments, *, ordered=True):
         pools = self._ordered if ordered else self._aside
@@ -112,6 +119,29 @@ class ThreadMesh:
     def value(self, array, rank):
         """What a rank has of an array."""
         return self.processes[rank].arrays[array.id]
+
+
+PLAIN = """
+import sys
+sys.modules["jaxpp"] = None  # an import of it is an error
+import jax, numpy as np, orbax.checkpoint as ocp
+with ocp.PyTreeCheckpointer() as checkpointer:
+    leaves = jax.tree_util.tree_leaves_with_path(checkpointer.restore(sys.argv[1]))
+np.savez(sys.argv[2], **{jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+"""
+
+
+@pytest.fixture
+def read_plainly(tmp_path):
+    """Reads a checkpoint by Orbax alone in a process without jaxpp; gives its arrays by path."""
+
+    def read(path):
+        arguments = [sys.executable, "-c", PLAIN, path, tmp_path / "plain.npz"]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        subprocess.run(arguments, check=True, timeout=100, env=environment, cwd=tmp_path)
+        return dict(np.load(tmp_path / "plain.npz"))
+
+    return read
 
 
 @pytest.fixture

@@ -1,40 +1,45 @@
 """A process that saves may be killed at any moment: the last checkpoint stays whole, to the bit."""
 
+import contextlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from jaxpp.runtime.checkpoint import Checkpointer, load_state, save_state
+from jaxpp.runtime.checkpoint import load_state, restore_args, save_state
 
 # A process that has imported everything makes one by fork for each kill, which takes little time.
 # No JAX backend starts in it, and TensorStore's threads start in the children.
 PARENT = """
 import os, signal, sys
 import numpy as np
-import tensorstore
-from jaxpp.runtime.checkpoint import Checkpointer, save_state
+import orbax.checkpoint as ocp
+from jaxpp.runtime.checkpoint import save_args, save_state
 
 def tree(step):
     rng = np.random.default_rng(step)
     return {"a": rng.standard_normal((200, 50)), "b": rng.integers(0, 9, 7), "step": step}
 
 def loop(directory, first):
-    with Checkpointer(directory, keep=2) as checkpointer:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(os.path.join(directory, "run"), options=options) as manager:
         for step in range(int(first), 10**9):
-            checkpointer.save(step, tree(step))
+            manager.save(step, args=save_args(tree(step)))
             save_state(os.path.join(directory, "last"), tree(step), overwrite=True)
 
 def once(path, step, after):
     left = [int(after)]
     def hook(event, args):
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+        if changes or event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -85,42 +90,50 @@ def saver():
     assert process.wait(20) == 0
 
 
+def manager_of(directory):
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    return ocp.CheckpointManager(directory / "run", options=options)
+
+
+def steps_in(directory):
+    return [int(p.name) for p in (directory / "run").glob("*") if p.name.isdigit()]
+
+
 def kill_at_random(directory, saver, seed):
     """Lets a loop save for a while, kills it, and checks what is there; gives the last step."""
     start, wait = saver
-    checkpointer = Checkpointer(directory, keep=2)
-    steps = checkpointer.steps()
-    before = max(steps, default=-1)
+    before = max(steps_in(directory), default=-1)
     child = start("loop", directory, before + 1)
-    limit = time.monotonic() + 20
-    while checkpointer.latest() in (None, before) and time.monotonic() < limit:
+    limit = time.monotonic() + 40
+    while max(steps_in(directory), default=-1) <= before and time.monotonic() < limit:
         time.sleep(0.002)
-    time.sleep(random.Random(seed).uniform(0, 0.1))
+    time.sleep(random.Random(seed).uniform(0, 0.3))
     os.kill(child, signal.SIGKILL)
     assert wait() == -signal.SIGKILL
-    latest = checkpointer.latest()
-    assert latest is not None and latest > before
-    for step in checkpointer.steps():
-        assert_is_tree_of(checkpointer.restore(tree(0), step), step)
+    with manager_of(directory) as manager:
+        latest = manager.latest_step()
+        assert latest is not None and latest > before
+        assert_is_tree_of(manager.restore(latest, args=restore_args(tree(0))), latest)
+        for step in set(manager.all_steps()) - {latest}:
+            # Orbax may have been removing it: then it is an error, and never other numbers.
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                assert_is_tree_of(manager.restore(step, args=restore_args(tree(0))), step)
     last = directory / "last"
-    if (last / "manifest.json").exists():
+    if last.exists():
         loaded = load_state(last, tree(0))
         assert latest - 2 <= loaded["step"] <= latest + 1  # the two are written side by side
         assert_is_tree_of(loaded, loaded["step"])
-    checkpointer.close()
     return latest
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kills", [15, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_loop_killed_at_random_goes_on_from_its_last_checkpoint(tmp_path, saver, kills):
-    latest = [kill_at_random(tmp_path, saver, seed) for seed in range(kills)][-1]
-    with Checkpointer(tmp_path, keep=2) as checkpointer:
-        checkpointer.save(latest + 1, tree(latest + 1))
-    save_state(tmp_path / "last", tree(latest + 1), overwrite=True)
-    assert len(list(tmp_path.iterdir())) == 3
-    for path in tmp_path.iterdir():
-        assert len(list(path.iterdir())) == 2, "what the kills have left is still there"
+    for seed in range(kills):
+        kill_at_random(tmp_path, saver, seed)
+    save_state(tmp_path / "last", tree(0), overwrite=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "last"}
+    assert all(name.isdigit() for name in os.listdir(tmp_path / "run")), "leftovers of kills"
 
 
 @pytest.mark.more
@@ -138,24 +151,16 @@ def test_a_save_killed_before_any_change_to_a_file(tmp_path, saver, overwrite):
         try:
             step = load_state(path, tree(0))["step"]
             assert_is_tree_of(load_state(path, tree(0)), step)
-        except (FileNotFoundError, ValueError) as error:
+        except FileNotFoundError:
             assert not overwrite
-            assert (
-                "no checkpoint" in str(error)
-                or "half-written" in str(error)
-                or ("not a checkpoint" in str(error) and not list(path.iterdir()))
-            )
             step = None
         outcomes.append(step)
         save_state(path, tree(2), overwrite=True)
         assert_is_tree_of(load_state(path, tree(0)), 2)
-        assert len(list(path.iterdir())) == 2
+        assert [p.name for p in tmp_path.iterdir()] == [path.name]
+        shutil.rmtree(path)
         if status == 0:
             break
         assert status == -signal.SIGKILL
-    # Early on it is not there, at the end it is. In between the number of changes before it is
-    # published may vary from save to save.
     before = 0 if overwrite else None
-    assert set(outcomes) == {before, 1}
-    assert set(outcomes[:8]) == {before} and outcomes[-1] == 1
-    assert not overwrite or outcomes.count(1) >= 6
+    assert outcomes[0] == before and outcomes[-1] == 1 and set(outcomes) == {before, 1}

@@ -1,13 +1,12 @@
 """What is saved is what is loaded, to the bit, wherever it goes; and what cannot be is an error."""
 
 import errno
-import itertools
 import json
 import os
 import pathlib
-import shutil
+import resource
+import signal
 import subprocess
-import time
 
 import equinox as eqx
 import jax
@@ -18,7 +17,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpp.runtime.checkpoint import _directory, _manifest, _store, load_state, save_state
+from jaxpp.runtime.arrays import ArrayType
+from jaxpp.runtime.checkpoint import _shares, load_state, save_state
 
 DTYPES = [
     "bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint2", "uint4", "uint8", "uint16",
@@ -69,7 +69,7 @@ def test_keys_come_back(tmp_path, impl, assert_same):
 
 
 def test_numbers_come_back(tmp_path, assert_same):
-    tree = [True, 0, -(10**30), 0.1, float("nan"), -0.0, 1e-320, float("inf"), complex(0.1, -0.0),
+    tree = [True, 0, -(2**62), 0.1, float("nan"), -0.0, 1e-320, float("inf"), complex(0.1, -0.0),
             np.float32(0.1), np.int64(-3), np.bool_(True)]  # fmt: skip
     save_state(tmp_path / "a", tree)
     assert_same(load_state(tmp_path / "a", [type(x)(0) for x in tree]), tree)
@@ -162,7 +162,7 @@ def test_loaded_numpy_arrays_may_be_written_to(tmp_path):
 
 
 def test_a_share_is_read_without_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(_store, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(_shares, "CHUNK_BYTES", 1 << 16)
     value = np.random.default_rng(0).standard_normal((1024, 64)).astype("float32")
     save_state(tmp_path / "a", value)
     row = value[700].tobytes()
@@ -171,42 +171,69 @@ def test_a_share_is_read_without_the_rest(tmp_path, monkeypatch):
     content = bytearray(file.read_bytes())
     content[content.index(row)] ^= 1
     file.write_bytes(content)
-    with _directory.reading(tmp_path / "a") as (manifest, data):
-        (leaf,) = manifest.leaves
-        assert isinstance(leaf, _manifest.ArrayLeaf)
-        box = ((0, 512), (0, 64))
-        ((got,),) = _store.read(data, [_store.Request(leaf, (box,))], "a")
-        assert (got == value[:512]).all()
-        with pytest.raises(ValueError, match="damaged"):
-            _store.read(data, [_store.Request(leaf, (((512, 1024), (0, 64)),))], "a")
+    database = _shares.Database(str(tmp_path / "a"))
+    kind = ArrayType.of(value)
+    first, second = (_shares.Source("", "", kind, rows) for rows in [(0, 512), (512, 1024)])
+    (got,) = _shares.read_arrays(database, [(first, np, False)])
+    assert (got == value[:512]).all()
+    with pytest.raises(ValueError, match="damaged"):
+        _shares.read_arrays(database, [(second, np, False)])
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4), (1, 100), (1000,)])
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4), (1, 100), (1000,), (64, 64), (0, 3)])
 @pytest.mark.parametrize("limit", [1, 16, 64, 10**6])
-def test_chunks_are_small_and_as_large_as_they_may_be(monkeypatch, shape, limit):
-    monkeypatch.setattr(_store, "CHUNK_BYTES", limit)
-    chunk = _store.chunk_shape(shape, 4)
-    assert all(1 <= c <= n for c, n in zip(chunk, shape, strict=True))
-    assert np.prod(chunk) * 4 <= max(4, limit)
-    assert tuple(chunk) == shape or 2 * np.prod(chunk) * 4 > limit // 2
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_no_chunk_goes_over_the_border_of_a_share(monkeypatch, shape, limit, parts):
+    monkeypatch.setattr(_shares, "CHUNK_BYTES", limit)
+    ends = [shape[0] * n // parts for n in range(parts + 1)]
+    shares = [((a, b), *((0, n) for n in shape[1:])) for a, b in zip(ends, ends[1:], strict=False)]
+    chunk = _shares.chunk_shape(ArrayType(shape, "float32"), shares)
+    assert all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True))
+    assert all(end % chunk[0] == 0 for end in ends[:-1])
+    if limit == 10**6 and parts == 1:
+        assert chunk == tuple(max(n, 1) for n in shape)
+    if shape == (64, 64) and parts < 3:  # what can be cut evenly has chunks of the limit
+        assert np.prod(chunk) * 4 == max(4, min(limit, 64 * 64 * 4 // parts))
 
 
-def test_an_array_may_lie_in_pieces_of_several_writers(tmp_path):
-    """What ranks that each hold a slice of one array will write."""
-    value = np.arange(24.0).reshape(6, 4)
-    with _directory.drafting(tmp_path / "a", overwrite=False) as draft:
-        pieces = []
-        for rank, rows in enumerate(np.split(value, 3)):
-            _store.write(draft.data / f"rank-{rank}", {"0.0": np.ascontiguousarray(rows)})
-            pieces.append(_manifest.Piece(f"rank-{rank}", "0.0", (2 * rank, 0), (2, 4)))
-        kind = _manifest.ArrayType.of(value)
-        draft.publish((_manifest.ArrayLeaf("", kind, tuple(pieces)),))
-    assert (load_state(tmp_path / "a", value) == value).all()
-    mesh = Mesh(np.array(jax.devices()[:2]), "x")
-    aval = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    with jax.enable_x64(True):
-        got = load_state(tmp_path / "a", aval, NamedSharding(mesh, PartitionSpec(None, "x")))
-    assert (np.asarray(got) == value).all()
+def test_plain_orbax_reads_it(tmp_path, read_plainly):
+    """In a process without jaxpp, and as the arrays of JAX that Orbax is asked for."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    split = NamedSharding(mesh, PartitionSpec("y", "x"))
+    tree = {
+        "split": jax.device_put(jnp.arange(32.0).reshape(8, 4), split),
+        "bf16": jnp.arange(6, dtype="bfloat16").reshape(2, 3),
+        "int4": jnp.arange(-3, 5, dtype="int4"),
+        "float8": jnp.arange(8, dtype="float8_e4m3fn"),
+        "bool": np.array([True, False]),
+        "key": jax.random.split(jax.random.key(5), 3),
+        "empty": jnp.zeros((0, 3)),
+    }
+    save_state(tmp_path / "a", tree)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "a", like)
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(tree["key"])).all()
+    for name in tree.keys() - {"key"}:
+        assert found[name].dtype == tree[name].dtype
+        assert np.asarray(found[name]).tobytes() == np.asarray(tree[name]).tobytes()
+    save_state(tmp_path / "b", {**tree, "n": 3, "x": np.float32(0.5), "key": jnp.ones(3)})
+    plain = read_plainly(tmp_path / "b")
+    assert (plain["['n']"], plain["['x']"]) == (3, 0.5)
+    for name in tree.keys() - {"key"}:
+        assert plain[f"['{name}']"].tobytes() == np.asarray(tree[name]).tobytes()
+
+
+@pytest.mark.parametrize("zarr3", [True, False])
+def test_what_plain_orbax_has_saved_is_read(tmp_path, zarr3, assert_same):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tree = {"a": jnp.arange(12.0).reshape(3, 4), "b": [np.arange(3), 7], "key": jax.random.key(2)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=zarr3)) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=ocp.args.PyTreeSave(tree))
+    assert_same(load_state(tmp_path / "a", tree), tree)
+    with pytest.raises(ValueError, match=r"\['a'\] is float32\[3,4\] in the checkpoint"):
+        load_state(tmp_path / "a", {**tree, "a": jnp.ones((4, 3))})
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -219,7 +246,7 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path, assert_same):
     assert load_state(tmp_path / "a", [0]) == [1]
     save_state(tmp_path / "a", [jnp.ones(3)], overwrite=True)
     assert_same(load_state(tmp_path / "a", [jnp.zeros(3)]), [jnp.ones(3)])
-    assert len(list((tmp_path / "a").iterdir())) == 2
+    assert os.listdir(tmp_path) == ["a"]
 
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -228,63 +255,22 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path, assert_same):
         with pytest.raises(FileExistsError, match="not a checkpoint"):
             save_state(tmp_path / name, [2], overwrite=True)
     assert (tmp_path / "folder" / "notes").read_text() == "mine"
-    (tmp_path / "empty").mkdir()
-    save_state(tmp_path / "empty", [2])
 
 
 def test_no_checkpoint_is_named_as_such(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_state(tmp_path / "nowhere", [0])
     (tmp_path / "file").write_text("mine")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "manifest.json").write_text('{"name": "an app"}')
-    for path in (tmp_path, tmp_path / "file", tmp_path / "other"):
-        with pytest.raises(ValueError, match="not a checkpoint"):
+    for path in (tmp_path / "nowhere", tmp_path / "file", tmp_path / "other"):
+        with pytest.raises(FileNotFoundError, match=path.name):
             load_state(path, [0])
 
 
-def test_a_half_written_one_is_named_as_such_and_replaced(tmp_path):
-    save_state(tmp_path / "a", [jnp.ones(3)])
-    (tmp_path / "a" / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="half-written"):
-        load_state(tmp_path / "a", [jnp.ones(3)])
-    save_state(tmp_path / "a", [4])
-    assert load_state(tmp_path / "a", [0]) == [4]
-    assert len(list((tmp_path / "a").iterdir())) == 2
-
-
-def test_two_do_not_save_to_one_path(tmp_path):
-    with (
-        _directory.drafting(tmp_path / "a", overwrite=False),
-        pytest.raises(FileExistsError, match="is saving"),
-    ):
-        save_state(tmp_path / "a", [1])
-
-
-def test_leftovers_are_cleaned_but_not_those_in_use(tmp_path):
-    save_state(tmp_path / "a", [1])
-    leftovers = [tmp_path / "a" / name for name in ("data-dead", "data-gone.removed")]
-    for path in leftovers:
-        path.mkdir()
-    with _directory.drafting(tmp_path / "a", overwrite=True) as draft:
-        assert not any(path.exists() for path in leftovers)  # their space is free for the new one
-        save_state(tmp_path / "a", [2], overwrite=True)
-        assert draft.data.is_dir()
-    assert not draft.data.exists()
-    assert load_state(tmp_path / "a", [0]) == [2]
-
-
-def test_a_checkpoint_that_is_read_stays(tmp_path, assert_same):
-    save_state(tmp_path / "a", {"x": np.arange(3.0)})
-    with _directory.reading(tmp_path / "a") as (manifest, data):
-        save_state(tmp_path / "a", {"x": np.arange(4.0)}, overwrite=True)
-        (leaf,) = manifest.leaves
-        assert isinstance(leaf, _manifest.ArrayLeaf)
-        request = _store.Request(leaf, (((0, 3),),))
-        assert _store.read(data, [request], "a")[0][0].tolist() == [0, 1, 2]
-    with _directory.reading(tmp_path / "a"):
-        assert not _directory.remove(tmp_path / "a")
-    assert _directory.remove(tmp_path / "a")
+def test_a_checkpoint_of_the_former_format_is_named_as_such(tmp_path):
+    old = {"format": "jaxpp-state", "version": 1, "crc32": 0, "body": {}}
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / "manifest.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="the format that jaxpp had before.*at commit"):
+        load_state(tmp_path / "5", [0])
 
 
 @pytest.fixture
@@ -320,74 +306,39 @@ def read_only(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("lock", ["with", "without"])
-def test_a_copy_that_is_read_only_is_read(tmp_path, assert_same, read_only, lock):
+def test_a_copy_that_is_read_only_is_read(tmp_path, assert_same, read_only):
     tree = {"x": np.arange(3.0)}
     save_state(tmp_path / "a", tree)
-    if lock == "without":
-        next((tmp_path / "a").glob("data-*/lock")).unlink()
     read_only(tmp_path / "a")
     with pytest.raises(OSError, match="Read-only|denied"):
         (tmp_path / "a" / "new").touch()
     assert_same(load_state(tmp_path / "a", tree), tree)
 
 
-def test_on_a_file_system_without_locks_leftovers_stay_for_a_day(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    save_state(tmp_path / "a", [1])
-    for name in ("data-young", "data-old"):
-        (tmp_path / "a" / name).mkdir()
-    yesterday = time.time() - 25 * 3600
-    os.utime(tmp_path / "a" / "data-old", (yesterday, yesterday))
-    save_state(tmp_path / "a", [2], overwrite=True)
-    assert load_state(tmp_path / "a", [0]) == [2]
-    assert (tmp_path / "a" / "data-young").exists()
-    assert not (tmp_path / "a" / "data-old").exists()
-    assert _directory.remove(tmp_path / "a")
-
-
-def test_a_newer_format_is_named_as_such(tmp_path):
-    save_state(tmp_path / "a", [1])
-    file = tmp_path / "a" / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2}))
-    with pytest.raises(ValueError, match="format 2.*up to 1"):
-        load_state(tmp_path / "a", [0])
-
-
-@pytest.mark.parametrize("name", ["..", "../other", "/tmp", ""])
-@pytest.mark.parametrize("what", ["data", "writer"])
-def test_a_manifest_cannot_name_a_folder_outside(tmp_path, what, name):
-    save_state(tmp_path / "a", [jnp.ones(3)])
-    file = tmp_path / "a" / "manifest.json"
-    document = json.loads(file.read_text())
-    body = document["body"]
-    (body if what == "data" else body["leaves"][0]["pieces"][0])[what] = name
-    file.write_text(json.dumps({**document, "crc32": _manifest._checksum(body)}))
-    with pytest.raises(ValueError, match=f"damaged: its manifest names {name!r}"):
-        load_state(tmp_path / "a", [jnp.ones(3)])
-
-
-def test_a_checkpoint_of_another_model_names_the_leaves(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d": 1}, "d:\n.*Source: 1\n.*MISSING"),
+        ({"a": ...}, "a:\n.*Source: MISSING"),
+        (
+            {"a": jnp.ones(3, "int32")},
+            r"\['a'\] is float32\[3\] in the .* and int32\[3\] in `like`",
+        ),
+        ({"b": jnp.ones(4)}, r"\['b'\] is float32\[2,2\] in the checkpoint, and float32\[4\]"),
+        ({"f": jax.nn.gelu}, r"\['f'\] is .*relu in the checkpoint, and .*gelu in `like`"),
+        ({"k": jax.random.key(0)}, r"\['k'\] is float32\[2\] in .* and key<threefry2x32>\[\]"),
+        ({"c": 1.0}, r"\['c'\] is int64\[\] in the checkpoint, and float64\[\]"),
+        ({"u": jnp.ones(3, "uint8")}, r"\['u'\] is uint4\[3\] in the checkpoint, and uint8\[3\]"),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_leaf(tmp_path, change, message, capfd):
     saved = {"a": jnp.ones(3), "b": jnp.ones((2, 2)), "c": 1, "f": jax.nn.relu, "k": jnp.ones(2)}
+    saved["u"] = jnp.ones(3, "uint4")
     save_state(tmp_path / "a", saved)
-    keys = jax.random.key(0)
-    like = {"a": jnp.ones(3, "int32"), "b": jnp.ones(4), "d": 1, "f": jax.nn.gelu, "k": keys}
-    with pytest.raises(ValueError) as caught:
+    like = {k: v for k, v in {**saved, **change}.items() if v is not ...}
+    with pytest.raises(ValueError, match=message):
         load_state(tmp_path / "a", like)
-    for part in (
-        "not in the checkpoint: ['d']", "only in the checkpoint: ['c']",
-        "['a'] (float32[3] there, int32[3] in `like`)",
-        "['b'] (float32[2,2] there, float32[4] in `like`)",
-        "['f']", "threefry2x32 keys[]",
-    ):  # fmt: skip
-        assert part in str(caught.value)
-    with pytest.raises(ValueError, match="and 2 more"):
-        load_state(tmp_path / "a", saved | {f"x{i}": 0 for i in range(7)})
-    with pytest.raises(ValueError, match="a Python int there, a Python float"):
-        load_state(tmp_path / "a", saved | {"c": 1.0})
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_cannot_be_saved_leaves_nothing(tmp_path):
@@ -397,13 +348,15 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
         ({"x": gone}, ValueError, r"\['x'\] was deleted"),
         ({"x": np.array(["a"])}, TypeError, r"\['x'\] is an array of dtype <U1"),
         ({"x": np.array([None])}, TypeError, "dtype object"),
+        ({"x": 2**63}, TypeError, r"\['x'\] is the number 9223372036854775808"),
+        ({"a.b": 1, "a": {"b": 2}}, ValueError, "Two leaves .* path a.b"),
         ({"x": jax.ShapeDtypeStruct((), "int32")}, TypeError, "without values"),
     ]:
         with pytest.raises(kind, match=message):
             save_state(tmp_path / "a", tree)
     with pytest.raises(TypeError, match="being traced"):
         jax.jit(lambda x: save_state(tmp_path / "a", {"x": x}))(1.0)
-    assert not (tmp_path / "a").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def flipped(content, position, bit):
@@ -413,24 +366,24 @@ def flipped(content, position, bit):
 
 
 def test_a_changed_bit_is_an_error_and_never_another_number(tmp_path):
+    """In the arrays; Orbax keeps the names and kinds of leaves in a file without a checksum."""
     rng = np.random.default_rng(0)
-    tree = {"w": rng.standard_normal((40, 40)), "b": np.arange(5, dtype="int8"), "n": 7}
+    tree = {"w": rng.standard_normal((40, 40)), "b": jnp.arange(5, dtype="int8"), "n": 7}
     save_state(tmp_path / "a", tree)
     files = [p for p in (tmp_path / "a").rglob("*") if p.is_file() and p.stat().st_size]
-    seen = set()
+    damaged = 0
     for file in files:
         content = file.read_bytes()
         for position in sorted(rng.choice(len(content), min(60, len(content)), replace=False)):
             file.write_bytes(flipped(content, int(position), int(rng.integers(8))))
             try:
                 loaded = load_state(tmp_path / "a", tree)
-            except (ValueError, FileNotFoundError) as error:
-                seen.add(type(error))
-                assert str(tmp_path / "a") in str(error)
+            except Exception as error:
+                damaged += "damaged at the leaf" in str(error)
             else:
                 assert all(np.array_equal(loaded[k], tree[k]) for k in tree), (file, position)
         file.write_bytes(content)
-    assert seen == {ValueError}
+    assert damaged > 50
     load_state(tmp_path / "a", tree)
 
 
@@ -447,29 +400,54 @@ def test_a_file_that_is_cut_or_gone_is_an_error(tmp_path, change):
             file.write_bytes(content[: len(content) // 2])
         try:
             loaded = load_state(tmp_path / "a", tree)
-        except ValueError as error:
-            assert "damaged" in str(error) or "half-written" in str(error)
+        except (ValueError, FileNotFoundError) as error:
+            assert str(tmp_path / "a") in str(error) or file.name == "_METADATA"
             failed.add("data" if len(content) > 80000 else file.name)
-        else:  # the lock, and what the database has left of its first entries
+        else:  # what nobody reads, and what the database has left of its first entries
             assert all(np.array_equal(loaded[k], tree[k]) for k in tree)
         file.write_bytes(content)
-    assert failed >= {"data", "manifest.json", "manifest.ocdbt"}
-    shutil.rmtree(next((tmp_path / "a").glob("data-*")))
-    with pytest.raises(ValueError, match="damaged"):
-        load_state(tmp_path / "a", tree)
+    assert failed >= {"data", "manifest.ocdbt", "_METADATA"}
 
 
 def test_data_that_are_missing_do_not_read_as_zeros(tmp_path):
     import tensorstore
 
-    save_state(tmp_path / "a", np.arange(10.0))
-    (directory,) = (tmp_path / "a").glob("data-*/driver")
-    base = {"driver": "file", "path": f"{directory}/"}
+    save_state(tmp_path / "a", {"x": np.arange(10.0)})
+    base = {"driver": "file", "path": f"{tmp_path / 'a'}/"}
     database = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    assert b"0.0/c/0" in database.list().result()
-    database.write("0.0/c/0", None).result()
+    assert b"x/c/0" in database.list().result()
+    database.write("x/c/0", None).result()
     with pytest.raises(ValueError, match="damaged"):
-        load_state(tmp_path / "a", np.zeros(10))
+        load_state(tmp_path / "a", {"x": np.zeros(10)})
+
+
+def test_the_driver_of_tensorstore_is_that_of_the_path(tmp_path):
+    """Of buckets the drivers are made, and not called: there is none here."""
+    import tensorstore
+
+    for path, driver in [
+        ("gs://bucket/x", "gcs"),
+        ("s3://bucket/x", "s3"),
+        (str(tmp_path), "file"),
+    ]:
+        base = _shares._base(path)
+        assert (base["driver"], base["path"][-1]) == (driver, "/")
+        assert tensorstore.KvStore.Spec(base)
+
+
+def test_shares_go_through_any_driver_of_tensorstore(monkeypatch, assert_same):
+    import tensorstore
+
+    context = tensorstore.Context({"cache_pool#ocdbt": {}})  # which has the memory
+    monkeypatch.setattr(tensorstore, "Context", lambda *_: context)
+    monkeypatch.setattr(_shares, "DATABASE", "")
+    value = np.arange(12.0).reshape(3, 4)
+    kind = ArrayType.of(value)
+    stored = {"x": _shares.Stored(kind, (3, 4))}
+    _shares.write_shares("memory://bucket", "a", stored, [("x", (0, 0), value)])
+    source = _shares.Source("x", "['x']", kind, (1, 3))
+    found = _shares.read_arrays(_shares.Database("memory://bucket/a"), [(source, np, False)])
+    assert_same(found, [value[1:]])
 
 
 # ---- the operating system refuses ---------------------------------------------------------------
@@ -497,9 +475,28 @@ def test_a_full_disk_is_an_error_and_costs_nothing(small_disk, assert_same):
         with pytest.raises(OSError) as caught:
             save_state(path, large, overwrite=True)
         assert caught.value.errno == errno.ENOSPC
-        assert str(path) in caught.value.filename
+        assert str(path) in str(caught.value)
     assert sorted(small_disk.rglob("*")) == before
     assert_same(load_state(small_disk / "a", tree), tree)
+
+
+def test_a_file_that_may_not_grow_is_an_error_and_costs_nothing(tmp_path, assert_same):
+    """What a full disk is, without being root."""
+    tree = {"x": jnp.arange(1000.0)}
+    save_state(tmp_path / "a", tree)
+    large = {"x": np.random.default_rng(0).standard_normal(1 << 19)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        for path in (tmp_path / "a", tmp_path / "b"):
+            with pytest.raises(OSError, match="File too large"):
+                save_state(path, large, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert os.listdir(tmp_path) == ["a"]
+    assert_same(load_state(tmp_path / "a", tree), tree)
 
 
 def test_a_directory_that_cannot_be_written_to_is_an_error(tmp_path):
@@ -516,47 +513,6 @@ def test_a_directory_without_permission_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError):
         save_state(tmp_path / "a", [jnp.ones(3)])
-
-
-@pytest.mark.parametrize("call", range(1, 31))
-def test_an_error_at_any_call_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, call):
-    """Whatever the operating system refuses, and whenever."""
-    save_state(tmp_path / "a", {"x": np.arange(3.0)})
-    count = itertools.count(1)
-
-    def failing(function):
-        def call_or_fail(*args, **kwargs):
-            if next(count) == call:
-                raise OSError(errno.EIO, "Input/output error", str(args[0]))
-            return function(*args, **kwargs)
-
-        return call_or_fail
-
-    with monkeypatch.context() as patch:
-        for name in ("mkdir", "rename", "fsync", "open", "rmdir", "unlink"):
-            patch.setattr(os, name, failing(getattr(os, name)))
-        try:
-            save_state(tmp_path / "a", {"x": np.arange(4.0)}, overwrite=True)
-            failed = False
-        except OSError:
-            failed = True
-    loaded = [n for n in (3, 4) if _holds(tmp_path / "a", n)]
-    assert len(loaded) == 1
-    assert failed or loaded == [4]
-    assert failed or call > 15
-    assert not failed or call < 30, "there are more calls than are tried"
-    save_state(tmp_path / "a", {"x": np.arange(5.0)}, overwrite=True)
-    assert len(list((tmp_path / "a").iterdir())) == 2
-
-
-def _holds(path, size):
-    try:
-        got = load_state(path, {"x": np.zeros(size)})["x"]
-    except ValueError as error:
-        assert "of another type" in str(error)
-        return False
-    assert (got == np.arange(size)).all()
-    return True
 
 
 def test_paths_may_be_relative(tmp_path, monkeypatch):

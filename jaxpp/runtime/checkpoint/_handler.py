@@ -1,0 +1,443 @@
+"""The part of Orbax that knows of ranks: a type handler, and the handler of pytrees that has it.
+
+Orbax does the tree, names, atomic publication, saves in the background, what to keep and where.
+The type handler takes arrays to and from the processes that hold them.
+"""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+from orbax.checkpoint import future
+
+from jaxpp import _compat
+from jaxpp._specs import Spec, axis_sizes, spec_of, type_of
+from jaxpp.runtime.arrays import ArrayType, StackedArray, StackedSharding
+from jaxpp.runtime.checkpoint import _shares
+from jaxpp.runtime.checkpoint._shares import Database, Share, Source, Stored
+from jaxpp.runtime.remote import RemoteArray, RemoteSharding
+
+#: The handlers of Orbax that read our leaves where it is not told to where, by name, and the types
+#: of the leaves. Orbax could not know the devices of an array, so it reads it as one of NumPy.
+_KINDS = {
+    "np.ndarray": (jax.Array, np.ndarray),
+    "scalar": (np.generic, bool, int, float, complex),
+}
+_NUMBERS = (bool, int, float, complex)
+
+
+class StateHandler(ocp.PyTreeCheckpointHandler):
+    """Saves and restores pytrees whose arrays may be on the ranks of a mesh."""
+
+    def __init__(self):
+        handlers = [(own, ArrayHandler(kind)) for kind, own in _KINDS.items()]
+        pairs = [(each, handler) for own, handler in handlers for each in own]
+        string = ocp.type_handlers.get_type_handler(str)
+        registry = ocp.type_handlers.create_type_handler_registry(*pairs, (str, string))
+        super().__init__(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
+
+    def restore(self, directory: Any, *_: Any, args: Any = None, **__: Any) -> Any:
+        """Reads the arrays to where those of `args.item` are, or where `args.restore_args` says."""
+        check_format(directory)
+        args = StateRestore() if args is None else args
+        if args.item is None:
+            return super().restore(directory, args=args)
+        if args.restore_args is None:
+            args = dataclasses.replace(args, restore_args=targets(args.item))
+        item = jtu.tree_map(_storable, args.item)
+        found = super().restore(directory, args=dataclasses.replace(args, item=item))
+        return jtu.tree_map_with_path(_kept, args.item, found)
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True)
+@dataclasses.dataclass
+class StateSave(ocp.args.PyTreeSave):
+    """The arguments by which Orbax saves a pytree with `StateHandler`."""
+
+
+@ocp.args.register_with_handler(StateHandler, for_restore=True)
+@dataclasses.dataclass
+class StateRestore(ocp.args.PyTreeRestore):
+    """The arguments by which Orbax restores a pytree with `StateHandler`."""
+
+
+class ArrayHandler(ocp.type_handlers.TypeHandler):
+    """Writes and reads leaves of a kind, in the processes that hold them.
+
+    Args:
+        kind: the name of Orbax's own handler for them, which reads what this one has written.
+    """
+
+    _array_metadata_store = None  # Orbax asks for it
+
+    def __init__(self, kind: str):
+        self._plain = ocp.type_handlers.get_type_handler(kind)
+
+    def typestr(self) -> str:
+        """Returns the name of the kind."""
+        return self._plain.typestr()
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        """Describes leaves of a checkpoint."""
+        return await self._plain.metadata(infos)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
+    ) -> Sequence[Any]:
+        """Copies arrays, and returns the write of the copies."""
+        writer = "driver" if self.typestr() == "np.ndarray" else self.typestr()
+        names = [info.name for info in infos]
+        copied = concurrent.futures.Future()
+        try:
+            copied.set_result(Snapshot.of(names, values, args or ()))
+        except Exception as error:
+            # The write raises it. If it were raised here, a thread of Orbax would wait for ten
+            # minutes for the directory, which is not made then, and the process for the thread.
+            copied.set_exception(error)
+
+        async def commit() -> None:
+            snapshot = copied.result()
+            for info in infos:
+                await info.await_path_creation()
+            await asyncio.to_thread(snapshot.write, infos[0].parent_dir, writer)
+
+        return [future.CommitFutureAwaitingContractedSignals(commit(), name=f"jaxpp-{writer}")]
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        """Reads arrays to their targets; without targets as Orbax does."""
+        if not args or not any(isinstance(arg, Target) for arg in args):
+            return await self._plain.deserialize(infos, args)
+        first = infos[0]
+        database = Database(str(first.parent_dir), first.use_zarr3, first.is_ocdbt_checkpoint)
+        names = [info.name for info in infos]
+        try:
+            return _read(database, names, args)
+        except Exception as error:
+            # `StateHandler.restore` raises it. If it were raised here, Orbax would close the loop
+            # of its other reads, and these would print errors of their own.
+            return [error] * len(infos)
+
+
+# ---- saving -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Copies of arrays, each on the host of the process that holds it.
+
+    Args:
+        arrays: how each array lies in the checkpoint, by its name.
+        own: the shares of this process.
+        mesh: the remote mesh of the others, if there are any.
+        held: stands for the copies of the ranks, which drop them when it goes.
+        names: for each rank the names of the arrays of which it writes shares.
+    """
+
+    arrays: Mapping[str, Stored]
+    own: list[Share]
+    mesh: Any
+    held: RemoteArray | None
+    names: Mapping[int, Sequence[str]]
+
+    @staticmethod
+    def of(names: Sequence[str], values: Sequence[Any], args: Sequence[Any]) -> "Snapshot":
+        """Copies arrays, between the steps called before and those called after."""
+        if any(arg.dtype is not None for arg in args):
+            raise ValueError("jaxpp saves arrays as they are; cast them before, not by SaveArgs.")
+        local: list[tuple[str, Any, int]] = []
+        remote: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+        meshes: list[Any] = []
+        for name, value in zip(names, values, strict=True):
+            stacked = isinstance(value, StackedArray)
+            parts = zip(value.parts, value.bounds, strict=False) if stacked else [(value, 0)]
+            for part, row in parts:
+                if isinstance(part, RemoteArray):
+                    part.mesh.check_array(part)
+                    meshes.append(part.mesh)
+                    remote[part.ranks[0]].append((name, part.id, row))
+                else:
+                    local.append((name, part, row))
+        mesh = _one_mesh(meshes)
+        held = calls = None
+        if mesh is not None:
+            held = mesh.new_array(jax.ShapeDtypeStruct((), bool), tuple(sorted(remote)), ())
+            arguments = {rank: (held.id, own) for rank, own in remote.items()}
+            calls = mesh.apply_everywhere(_shares.snapshot, arguments)
+        own = _shares.to_shares(local)
+        found = calls.results() if calls else {}
+        boxes = defaultdict(list)
+        of_ranks = itertools.chain(*itertools.chain(*found.values()))
+        for name, box in itertools.chain(_shares.boxes_of(own), of_ranks):
+            boxes[name].append(box)
+        types = {name: _type_of(value) for name, value in zip(names, values, strict=True)}
+        arrays = {n: Stored(t, _shares.chunk_shape(t, boxes[n])) for n, t in types.items()}
+        used = {rank: [name for name, _, _ in own] for rank, own in remote.items()}
+        return Snapshot(arrays, own, mesh, held, used)
+
+    def write(self, directory: Any, writer: str) -> None:
+        """Writes the copies, each in the process that holds it, and waits until all have."""
+        calls = None
+        if self.held is not None:
+            arguments = {
+                rank: (self.held.id, str(directory), {n: self.arrays[n] for n in names})
+                for rank, names in self.names.items()
+            }
+            calls = self.mesh.apply_everywhere(_shares.write, arguments, ordered=False)
+        try:
+            if self.own:
+                _shares.write_shares(str(directory), writer, self.arrays, self.own)
+            self._tell_of_keys(directory)
+            if calls:
+                calls.results()
+        finally:  # also where somebody keeps the error, and with it this object
+            self.own.clear()
+            if self.held is not None:
+                self.held.delete()
+
+    def _tell_of_keys(self, directory: Any) -> None:
+        """Writes down which arrays are random keys, where Orbax looks for it."""
+        keys = [
+            {"array_metadata": {
+                "param_name": name, "write_shape": own.type.host_shape, "chunk_shape": own.chunk,
+                "ext_metadata": {"random_key_impl": own.type.key},
+            }}
+            for name, own in self.arrays.items() if own.type.key
+        ]  # fmt: skip
+        if keys:
+            folder = directory / "array_metadatas"
+            folder.mkdir(exist_ok=True)
+            (folder / "process_0").write_text(json.dumps({"array_metadatas": keys}))
+
+
+def checked(tree: Any) -> Any:
+    """Checks a tree that is to be saved; returns it with a name for each static leaf.
+
+    Raises:
+        TypeError: a leaf cannot be saved.
+        ValueError: a leaf is gone, or two leaves would have one name.
+    """
+    names = []
+    for path, leaf in jtu.tree_leaves_with_path(tree):
+        _check(jtu.keystr(path), leaf)
+        names.append(jtu.keystr(path, simple=True, separator="."))  # as Orbax makes them
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"Two leaves of the tree have the path {twice}, so that they cannot be told apart in a "
+            f"checkpoint; give them keys with different names."
+        )
+    return jtu.tree_map(_storable, tree)
+
+
+def _check(path: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(f"The leaf {path} is a type without values, {leaf}; save the array itself.")
+    if _compat.is_tracer(leaf):
+        raise TypeError(
+            f"The leaf {path} is being traced: it is saved inside a JAX transformation. Save the "
+            f"results of the jitted function."
+        )
+    dtype = getattr(leaf, "dtype", None)
+    numeric = dtype is None or not isinstance(dtype, np.dtype) or _is_numeric(dtype)
+    if not numeric or (type(leaf) is int and not -(2**63) <= leaf < 2**63):
+        what = f"an array of dtype {dtype}" if dtype is not None else f"the number {leaf}"
+        raise TypeError(
+            f"The leaf {path} is {what}, which JAX has no dtype for; take it out of the tree, or "
+            f"save it by other means."
+        )
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        why = getattr(leaf, "why_deleted", "") or "deleted, for instance since a step took it"
+        raise ValueError(f"The leaf {path} was {why}; save what that step returned.")
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    return dtype.kind in "biufc" or dtype.isbuiltin == 2 or dtype == jax.dtypes.float0
+
+
+def _storable(leaf: Any) -> Any:
+    """Returns a leaf that holds numbers or text as it is, and the name of any other."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | str):
+        return leaf
+    if type(leaf) in _NUMBERS or leaf is ...:
+        return leaf
+    named = leaf if hasattr(leaf, "__qualname__") else type(leaf)  # not `repr`, with an address
+    return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
+
+
+def _kept(path: Any, like: Any, found: Any) -> Any:
+    """Returns a leaf that was read; for a static one that of `like`, if that has the same name."""
+    if isinstance(found, Exception):
+        raise found
+    name = _storable(like)
+    if name is like:
+        return found
+    if name != found:
+        raise ValueError(
+            f"The leaf {jtu.keystr(path)} is {found} in the checkpoint, and {name} in `like`. Pass "
+            f"a `like` built as the tree that was saved."
+        )
+    return like
+
+
+# ---- restoring ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Target(ocp.RestoreArgs):
+    """The path of a leaf, its type, and the place that it goes to; see `restore_args`."""
+
+    path: str = ""
+    like: Any = None
+    place: Any = None
+
+
+def targets(like: Any, shardings: Any = None) -> Any:
+    """Returns the target of each leaf: where `shardings`, or else `like`, says."""
+    places: list[Any] = []
+
+    def note(place: Any, part: Any) -> None:
+        if not isinstance(place, Sharding | RemoteSharding | StackedSharding | None):
+            raise TypeError(
+                f"load_state needs shardings that are jax.sharding.Sharding or of a remote mesh, "
+                f"got {place!r}."
+            )
+        places.extend([place] * len(jtu.tree_leaves(part)))
+
+    try:
+        jtu.tree_map(note, shardings, like, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        error.add_note("load_state needs `shardings` to be a prefix of the pytree `like`.")
+        raise
+    leaves, tree = jtu.tree_flatten_with_path(like)
+    return jtu.tree_unflatten(
+        tree,
+        [_target(jtu.keystr(p), x, place) for (p, x), place in zip(leaves, places, strict=True)],
+    )
+
+
+def _target(path: str, like: Any, place: Any) -> Any:
+    if like is ... or isinstance(_storable(like), str):
+        return ocp.RestoreArgs(restore_type=str)
+    if type(like) in _NUMBERS or (place is None and isinstance(like, np.ndarray | np.generic)):
+        place = np
+    elif place is None and getattr(like, "committed", True):
+        place = like.sharding
+    return Target(restore_type=jax.Array, path=path, like=like, place=place)
+
+
+def _read(database: Database, names: Sequence[str], args: Sequence[Target]) -> list[Any]:
+    """Reads arrays, each in the process that it goes to."""
+    local: list[tuple[Source, Any, bool]] = []
+    remote: list[tuple[RemoteArray, Source]] = []
+    finish: list[Any] = []  # for each leaf what makes it of what this process has read
+
+    def note(like: Any, source: Source, place: Any) -> Any:
+        if not isinstance(place, RemoteSharding):
+            local.append((source, place, bool(getattr(like, "weak_type", False))))
+            number = len(local) - 1
+            return lambda: read[number]
+        aval = type_of(getattr(like, "aval", like), source.part.shape)
+        # Where the step does not read it on any rank, any rank may keep it.
+        array = place.mesh.new_array(aval, place.ranks or (0,), _spec_of(source, place))
+        remote.append((array, source))
+        return lambda: array
+
+    for name, arg in zip(names, args, strict=True):
+        source = Source(name, arg.path, _type_of(arg.like))
+        if isinstance(arg.place, StackedSharding):
+            _check_rows(source, arg.place)
+            each = zip(arg.place.intervals, arg.place.parts, strict=True)
+            parts = [note(arg.like, dataclasses.replace(source, rows=r), p) for r, p in each]
+            finish.append(lambda parts=parts: StackedArray([part() for part in parts]))
+        else:
+            whole = note(arg.like, source, arg.place)
+            finish.append(lambda whole=whole, like=arg.like: _number(whole(), like))
+    mesh = _one_mesh([array.mesh for array, _ in remote])
+    items: dict[int, list[Any]] = defaultdict(list)
+    for array, source in remote:
+        split = array.spec, _compat.memory_kind(array.aval)
+        for rank in array.ranks:
+            items[rank].append((array.id, source, split, array.weak_type))
+    arguments = {rank: (database, own) for rank, own in items.items()}
+    calls = mesh.apply_everywhere(_shares.read, arguments) if mesh else None
+    try:
+        read = _shares.read_arrays(database, local)
+    finally:
+        if calls:
+            calls.results()
+    return [make() for make in finish]
+
+
+def _number(array: Any, like: Any) -> Any:
+    """Makes a number of an array without axes, where `like` is one."""
+    if type(like) in _NUMBERS:
+        return type(like)(array.item())
+    return array[()] if isinstance(like, np.generic) and isinstance(array, np.ndarray) else array
+
+
+def _type_of(value: Any) -> ArrayType:
+    """Returns the type of an array or a number; not in which memory it is, which readers choose."""
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    return dataclasses.replace(ArrayType.of(array), kind=None)
+
+
+def _one_mesh(meshes: Sequence[Any]) -> Any:
+    """Returns the one remote mesh of arrays; None where there is none."""
+    if len(different := {id(mesh) for mesh in meshes}) > 1:
+        raise ValueError(
+            f"The tree has arrays of {len(different)} remote meshes; save or load the part of each "
+            f"by itself."
+        )
+    return meshes[0] if meshes else None
+
+
+def _check_rows(source: Source, place: StackedSharding) -> None:
+    if source.type.shape[:1] != (place.bounds[-1],):
+        raise ValueError(
+            f"The leaf {source.path} is {source.type}, but its sharding is of an array with "
+            f"{place.bounds[-1]} rows; give it a sharding of its own."
+        )
+
+
+def _spec_of(source: Source, place: RemoteSharding) -> Spec:
+    """Returns the split of an array in the ranks that hold it.
+
+    Raises:
+        ValueError: it cannot be split so.
+    """
+    shape = source.part.shape
+    spec = spec_of(place.spec, len(shape))
+    sizes = axis_sizes(place.mesh.inside)
+    parts = [math.prod(sizes.get(axis, 0) for axis in entry) for entry in spec]
+    if any(p == 0 or n % p for n, p in zip(shape, parts, strict=True)):
+        raise ValueError(
+            f"The leaf {source.path} is {source.part}, which cannot be split as {place.spec} over "
+            f"the axes {sizes} inside a rank; give it a sharding of its own."
+        )
+    return spec
+
+
+def check_format(directory: Any) -> None:
+    """Checks that a directory does not have a checkpoint of jaxpp's former format.
+
+    Raises:
+        ValueError: it has.
+    """
+    manifest = directory / "manifest.json"
+    if manifest.exists() and '"jaxpp-state"' in manifest.read_text()[:100]:
+        raise ValueError(
+            f"{directory} is a checkpoint in the format that jaxpp had before it took Orbax's. "
+            f"Load it with jaxpp at commit 852d4a3 (jaxpp.load_state), and save what that gives "
+            f"with Orbax (jaxpp.gather, orbax.checkpoint.StandardCheckpointer)."
+        )
