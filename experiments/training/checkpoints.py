@@ -35,8 +35,8 @@ def open_output(config: Config) -> None:
     steps = ocp.utils.checkpoint_steps(folder) if folder.exists() else []
     if steps and not config.resume:
         raise ValueError(
-            f"output={config.output} has the checkpoint of step {max(steps)} of another run; go on from "
-            f"it with resume, or use another folder."
+            f"output={config.output} has the checkpoint of step {max(steps)} of another run; go on "
+            f"from it with resume, or use another folder."
         )
 
 
