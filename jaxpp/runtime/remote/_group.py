@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import secrets
 import threading
 import time
@@ -22,6 +23,7 @@ from jaxpp.runtime.remote._watch import Watch
 from jaxpp.runtime.remote.cluster import (
     join_session,
     leave_session,
+    ranks_of_a_node,
     release_places,
     renew_places,
     reserve_places,
@@ -68,7 +70,7 @@ class WorkerGroup:
         #: Held where calls have to have one order on all workers.
         self.order = threading.RLock()
         self.stopped = self._warned = False
-        self._settings, self._describe = settings, describe
+        self._describe = describe
         config: Any = jax.config
         self._x64 = bool(config.jax_enable_x64)
         self._secret = secrets.token_bytes(32)
@@ -77,21 +79,26 @@ class WorkerGroup:
         self._coordinators: list[str | None] = [None] * settings.num_ranks
         #: The calls of steps that some rank may not have dispatched yet, the oldest first.
         self._flying: collections.deque[Pending] = collections.deque()
-        every, many = settings.processes_per_rank, settings.ranks_per_process
-        ranks = [tuple(range(n, n + many)) for n in range(0, settings.num_ranks, many)]
-        numbers = [(own, p) for own in ranks for p in range(every)]
-        self.members = [Member(n, own, p, every) for n, (own, p) in enumerate(numbers)]
         with contextlib.ExitStack() as undo:
             self._session = join_session()
             undo.callback(leave_session, self._session)
+            gpus, many = settings.devices_per_rank * settings.gpus_per_rank, 1
+            if settings.may_share:
+                many = ranks_of_a_node(settings.num_ranks, gpus)
+            many = self.ranks_per_process = settings.ranks_per_process or many
+            self._settings = dataclasses.replace(settings, ranks_per_process=many)
             self._reservation = reserve_places(
                 self._session,
                 settings.num_ranks,
-                gpus_per_rank=settings.devices_per_rank * settings.gpus_per_rank,
+                gpus_per_rank=gpus,
                 cpus_per_rank=settings.cpus_per_rank,
                 processes_per_rank=settings.processes_per_rank,
-                ranks_per_process=settings.ranks_per_process,
+                ranks_per_process=many,
             )
+            every = settings.processes_per_rank
+            ranks = [tuple(range(n, n + many)) for n in range(0, settings.num_ranks, many)]
+            numbers = [(own, p) for own in ranks for p in range(every)]
+            self.members = [Member(n, own, p, every) for n, (own, p) in enumerate(numbers)]
             undo.callback(release_places, self._reservation)
             undo.callback(self._kill)
             self._check_nodes()

@@ -52,7 +52,8 @@ class RemoteMpmdMesh:
             devices each, for a rank of 8 devices on two hosts. A function that feeds the step has
             to give the same in all of them.
         ranks_per_process: how many ranks a worker process has, a divisor of their number: arrays go
-            from one to another of them from device to device. They fail together.
+            from one to another of them from device to device. They fail together. By default one,
+            and with GPUs as many as a host has.
         gpus_per_rank: of each rank, for each entry of the axes inside a rank: a rank of 2 x 2
             devices takes 4 GPUs with 1; a fraction where ranks of one device share a GPU. With 0
             they run on CPU, each with as many CPU devices as its axes need.
@@ -98,7 +99,7 @@ class RemoteMpmdMesh:
         axis_types: Sequence[AxisType] | None = None,
         *,
         processes_per_rank: int = 1,
-        ranks_per_process: int = 1,
+        ranks_per_process: int | None = None,
         gpus_per_rank: float = 0,
         cpus_per_rank: float | None = None,
         cores: int | None = None,
@@ -130,13 +131,14 @@ class RemoteMpmdMesh:
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
-        #: A rank of each process, by which traces reach it.
-        self.first_ranks = range(0, axes.num_ranks, ranks_per_process)
         self._group = group = WorkerGroup(settings, self._describe)
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
-        kinds = [(h.node, h.device, n) for h in group.hellos for n in range(ranks_per_process)]
+        many = group.ranks_per_process
+        kinds = [(h.node, h.device, n) for h in group.hellos for n in range(many)]
         library = Library(range(self.num_ranks) if processes_per_rank > 1 else kinds, group.put)
+        #: A rank of each process, by which traces reach it.
+        self.first_ranks = range(0, axes.num_ranks, many)
         feeds = Feeds(self._types_of, group.put)
         self._arrays = Arrays(self, group)
         self._steps = Steps(self._arrays, group, library, feeds)

@@ -24,7 +24,7 @@ class Settings:
     num_ranks: int
     inside: Mapping[str, int]
     processes_per_rank: int
-    ranks_per_process: int
+    ranks_per_process: int | None
     gpus_per_rank: float
     cpus_per_rank: float | None
     cores: int | None
@@ -39,6 +39,12 @@ class Settings:
         """The number of devices of a rank."""
         return math.prod(self.inside.values())
 
+    @property
+    def may_share(self) -> bool:
+        """Tells whether ranks share processes where nothing else was asked for."""
+        gpus = self.gpus_per_rank > 0 and self.processes_per_rank == 1
+        return self.ranks_per_process is None and gpus and self.transport != "jax"
+
     def __post_init__(self):
         devices, processes = self.devices_per_rank, self.processes_per_rank
         if devices > 1 and self.gpus_per_rank != int(self.gpus_per_rank):
@@ -52,7 +58,7 @@ class Settings:
                 f"of {devices} cannot have processes_per_rank={processes}; take a divisor of "
                 f"{devices}."
             )
-        ranks = self.ranks_per_process
+        ranks = 1 if self.ranks_per_process is None else self.ranks_per_process
         if ranks < 1 or self.num_ranks % ranks:
             raise ValueError(
                 f"RemoteMpmdMesh divides its {self.num_ranks} ranks evenly among processes, and "

@@ -126,7 +126,8 @@ def _home(setup: Setup, rank: int) -> Home:
     sizes = setup.settings.inside
     if setup.coordinator is not None:
         return rank_home(sizes, rank)
-    first = setup.settings.devices_per_rank * setup.ranks.index(rank)
+    shared = min(setup.settings.gpus_per_rank or 1, 1)  # ranks of one device may share a GPU
+    first = int(setup.settings.devices_per_rank * setup.ranks.index(rank) * shared)
     return home_over(first_devices(jax.local_devices()[first:], sizes, rank), sizes)
 
 

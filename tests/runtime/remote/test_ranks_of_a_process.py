@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import jaxpp
+from jaxpp.runtime.remote.cluster import _places
 from tests.helpers import assert_same
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of
 
@@ -71,6 +72,40 @@ def test_an_error_is_of_one_rank(mesh):
     before = pids_after_restart(mesh)
     assert_same(train(mesh), train(jaxpp.MpmdMesh((4,), devices=jax.devices()[:4])))
     assert pids(mesh) == before
+
+
+def test_a_trace_has_the_runs_and_messages_of_all_ranks(mesh, tmp_path):
+    step = jaxpp.place(step_of(), mesh)
+    jax.block_until_ready(step(*begin(), batch()))
+    mesh.start_trace(tmp_path)
+    jax.block_until_ready(step(*begin(), batch()))
+    trace = mesh.stop_trace()
+    assert not trace.errors and len(trace.profile_paths) == len(set(pids(mesh).values()))
+    tasks = [(run.rank, run.label) for run in trace.runs if run.label[0] in "FB"]
+    stages = {stage for _, label in tasks for stage in [label[1:].split(".")[0]]}
+    assert len(tasks) == len(set(tasks)) and len(stages) == 4
+    assert {(m.message.source, m.message.target) for m in trace.messages} >= {
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    }
+    assert all(m.end >= m.start for m in trace.messages)
+
+
+def test_by_default_a_process_has_the_ranks_of_a_host_with_gpus(monkeypatch):
+    def nodes(*gpus):
+        return [{"Answers": True, "Resources": {"GPU": float(n)}} for n in gpus]
+
+    for found, ranks, each, expected in [
+        (nodes(8), 8, 1.0, 8),
+        (nodes(8, 8), 16, 1.0, 8),
+        (nodes(4, 4), 4, 2.0, 2),
+        (nodes(6), 6, 0.5, 6),
+        (nodes(3, 3), 4, 1.0, 2),
+        (nodes(), 4, 1.0, 1),
+    ]:
+        monkeypatch.setattr(_places, "_nodes", lambda found=found: found)
+        assert _places.ranks_of_a_node(ranks, each) == expected
 
 
 def pids_after_restart(mesh):

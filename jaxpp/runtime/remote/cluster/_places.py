@@ -131,6 +131,17 @@ def reserve_places(
     return Reservation(group, worker, places, request)
 
 
+def ranks_of_a_node(num_ranks: int, gpus_per_rank: float) -> int:
+    """Finds the most ranks that a process can have: a divisor of all, for which nodes have GPUs."""
+    nodes = _nodes()
+
+    def fit(ranks: int) -> bool:
+        whole = num_ranks % ranks == 0
+        return whole and _room({"GPU": gpus_per_rank * ranks}, nodes) >= num_ranks // ranks
+
+    return next((ranks for ranks in range(num_ranks, 1, -1) if fit(ranks)), 1)
+
+
 def release_places(reservation: Reservation) -> None:
     """Gives the reserved room back; ends the workers that still run there."""
     if ray.is_initialized():
