@@ -17,19 +17,13 @@ Event = dict[str, Any]
 FIRST_THREAD = 1000
 
 
-def name_process(process: int, name: str) -> Event:
-    """Names a process."""
-    return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
-
-
-def sort_process(process: int) -> Event:
-    """Sorts a process by its number, not by its first event."""
-    return {
-        "ph": "M",
-        "pid": process,
-        "name": "process_sort_index",
-        "args": {"sort_index": process},
-    }
+def name_process(process: int, name: str) -> list[Event]:
+    """Names a process, and sorts it by its number, not by its first event."""
+    at = {"ph": "M", "pid": process}
+    return [
+        {**at, "name": "process_name", "args": {"name": name}},
+        {**at, "name": "process_sort_index", "args": {"sort_index": process}},
+    ]
 
 
 def name_thread(process: int, thread: int, name: str, order: int) -> list[Event]:

@@ -339,7 +339,7 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
     if isinstance(instruction, Run):
         jax.block_until_ready([executor.slots[slot] for slot in instruction.outputs])
     elif isinstance(instruction, Send):
-        jax.block_until_ready(local.transport.arrays_of(instruction.message))
+        jax.block_until_ready(local.transport.copies_of(instruction.message))
 
 
 # ---- the figures --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from jaxpp.runtime.executor._analysis import Analysis as Analysis
 from jaxpp.runtime.executor._analysis import Inspected as Inspected
-from jaxpp.runtime.executor._analysis import inspect as inspect
 from jaxpp.runtime.executor._compile import compile_all as compile_all
 from jaxpp.runtime.executor._compile import current_settings as current_settings
 from jaxpp.runtime.executor._compile import key_of as key_of

@@ -38,23 +38,17 @@ class Inspected:
     analyses: Mapping[int, Analysis]
     run_ahead: int = 0
 
-
-def inspect(
-    devices: Sequence[Any],
-    axes: Mapping[str, int],
-    executables: Sequence[Any],
-    run_ahead: int = 0,
-) -> Inspected:
-    """Inspects a rank.
-
-    Args:
-        devices: its devices.
-        axes: the axes inside it, and their sizes.
-        executables: for each computation its executable, or None where the rank does not run it.
-        run_ahead: of how many messages, those received last, it holds the first array.
-    """
-    analyses = {n: _analyse(own) for n, own in enumerate(executables) if own is not None}
-    return Inspected(tuple(map(str, devices)), axes, analyses, run_ahead)
+    @classmethod
+    def of(
+        cls,
+        devices: Sequence[Any],
+        axes: Mapping[str, int],
+        executables: Sequence[Any],
+        run_ahead: int = 0,
+    ) -> "Inspected":
+        """Inspects a rank; where it does not run a computation, its executable is None."""
+        analyses = {n: _analyse(own) for n, own in enumerate(executables) if own is not None}
+        return cls(tuple(map(str, devices)), axes, analyses, run_ahead)
 
 
 def _analyse(executable: Any) -> Analysis:

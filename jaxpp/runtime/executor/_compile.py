@@ -4,10 +4,8 @@ Executables are kept for other steps of this process that have the same computat
 model under another schedule compiles only the new ones.
 """
 
-import collections
-import contextlib
+import functools
 import os
-import threading
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -44,56 +42,32 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
             if home not in found:
                 found.append(home)
 
-    own_settings = current_settings()
-    keys = {
-        (n, shape): key_of(bundle.computations[n], (own_settings, shape)) for n, shape in targets
+    settings = current_settings()
+    kept = {
+        (n, shape): _kept(key_of(bundle.computations[n], (settings, shape))) for n, shape in targets
     }
 
-    copying = {target for target in targets if copies(bundle.computations[target[0]])}
-
-    def build(target: Any, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:
-        first, computation = targets[target][0], bundle.computations[target[0]]
-        if target in copying:
-            return {home: Copier(computation, home) for home in targets[target]}
-        if not known:
-            known = _Executables(computation, _compat.compiled(lowered), first)
-            bar.update()
-        _kept.put(keys[target], known)
-        return {home: known.on(home) for home in targets[target]}
+    def build(target: Any, lowered: Any) -> dict[Any, Any]:
+        computation, found = bundle.computations[target[0]], targets[target]
+        if copies(computation):
+            return {home: Copier(computation, home) for home in found}
+        if lowered is not None:
+            kept[target].add(computation, found[0], _compat.compiled(lowered))
+        return {home: kept[target].on(home) for home in found}
 
     # The largest computation first; each is compiled while the next is lowered.
-    by_size = sorted(targets, key=lambda target: -len(bundle.computations[target[0]].jaxpr.eqns))
-    known = {target: _kept.get(keys[target]) for target in by_size}
-    new = sum(found is None and target not in copying for target, found in known.items())
-    with _progress(new) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
-        for target in by_size:
-            lowered = None
-            if not known[target] and target not in copying:
-                lowered = lower(bundle.computations[target[0]], targets[target][0])
-            futures[target] = pool.submit(build, target, known[target], lowered)
+        for target in sorted(targets, key=lambda t: -len(bundle.computations[t[0]].jaxpr.eqns)):
+            computation, lowered = bundle.computations[target[0]], None
+            if not kept[target].by_home and not copies(computation):
+                lowered = lower(computation, targets[target][0])
+            futures[target] = pool.submit(build, target, lowered)
     built = {target: future.result() for target, future in futures.items()}
     return [
         {n: built[n, _shape_of(home)][home] for n in numbers}
         for numbers, home in zip(used, homes, strict=True)
     ]
-
-
-def _progress(total: int) -> Any:
-    """Makes a bar of `tqdm`, where that is installed: on a terminal, after two seconds."""
-    try:
-        import tqdm
-    except ImportError:
-        return _NoBar()
-    return tqdm.tqdm(total=total, desc="jaxpp: compiling", delay=2, leave=False, disable=None)
-
-
-class _NoBar(contextlib.nullcontext):
-    def __enter__(self) -> "_NoBar":
-        return self
-
-    def update(self) -> None:
-        pass
 
 
 def _shape_of(home: Home) -> Any:
@@ -104,56 +78,37 @@ def _shape_of(home: Home) -> Any:
 class _Executables:
     """A computation compiled for one home, and loaded on others when they need it."""
 
-    def __init__(self, computation: Computation, compiled: Any, home: Home):
+    def __init__(self) -> None:
+        self.by_home: dict[Home, Any] = {}
+
+    def add(self, computation: Computation, home: Home, compiled: Any) -> None:
+        """Adds what was compiled for the first home."""
         self._computation = computation
         # Only a compiled executable can be loaded elsewhere; a loaded one cannot be loaded again.
         self._compiled = compiled
-        self._by_home = {home: compiled}
+        self.by_home[home] = compiled
 
     def on(self, home: Home) -> Any:
         """Returns the executable for a home."""
-        if home not in self._by_home:
-            self._by_home[home] = _compat.load_on_devices(
+        if home not in self.by_home:
+            self.by_home[home] = _compat.load_on_devices(
                 self._compiled, devices_of(home)
             ) or _compat.compiled(lower(self._computation, home))
-        return self._by_home[home]
+        return self.by_home[home]
 
 
-class _Kept:
-    """A program cache: the executables used last, by the keys of their computations."""
+@functools.lru_cache(maxsize=512)
+def _kept(key: Hashable) -> _Executables:
+    """Returns the executables of a key, empty at first; those not used the longest are dropped.
 
-    def __init__(self, size: int):
-        self._size = size
-        self._lock = threading.Lock()
-        self._entries: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-
-    def get(self, key: Hashable) -> Any:
-        """Returns the executables of a key, or None."""
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-            return self._entries.get(key)
-
-    def put(self, key: Hashable, executables: Any) -> None:
-        """Keeps executables; drops the least recently used where there are too many."""
-        with self._lock:
-            self._entries[key] = executables
-            if len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-
-    def clear(self) -> None:
-        """Drops everything."""
-        with self._lock:
-            self._entries.clear()
-
-
-#: Keys name objects of a computation by their ids; the executables hold the computation.
-_kept = _Kept(size=512)
+    Keys name objects of a computation by their ids; its executables hold the computation.
+    """
+    return _Executables()
 
 
 def clear_cache() -> None:
     """Forgets all executables, so that the next step is compiled anew."""
-    _kept.clear()
+    _kept.cache_clear()
 
 
 def key_of(computation: Computation, configuration: Hashable) -> Hashable:

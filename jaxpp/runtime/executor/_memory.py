@@ -13,11 +13,9 @@ from jaxpp._specs import Spec
 from jaxpp.runtime.executor._analysis import Inspected
 from jaxpp.runtime.executor._executor import interleave
 
-#: The kind of bytes that are in the memory of the host, and of no device.
+#: The kind of bytes that are in the memory of the host, and of no device. The other kinds are those
+#: of arguments by their role, "accumulators", "activations", "messages" and "temporary".
 HOST = "host"
-#: The kinds of bytes: arguments by their role, what a step makes, and all in the host's memory.
-KINDS = ("parameters", "optimizer", "batch", "other", "accumulators", "activations", "messages",
-         "temporary", HOST)  # fmt: skip
 _OF_ROLE = {
     Role.PARAMETER: "parameters",
     Role.OPTIMIZER: "optimizer",
@@ -27,28 +25,22 @@ _OF_ROLE = {
 
 #: Gives when a rank runs something, from the rank, the run, and the earliest time at which it can.
 When = Callable[[int, Run, float], tuple[float, float]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes that a device of a rank holds from `start` until `end`."""
-
-    rank: int
-    kind: str
-    nbytes: int
-    start: float
-    end: float
-
-
 #: The number of a computation, and the position of one of its results.
 _Output = tuple[int, int] | None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Live:
+class Held:
+    """Bytes that a device of a rank holds from `start` until `end`.
+
+    `output` is what computes them, if they are a result.
+    """
+
+    rank: int
     kind: str
     nbytes: int
     start: float
+    end: float = math.inf
     output: _Output = None
 
 
@@ -106,26 +98,23 @@ def over_time(held: Iterable[Held]) -> Iterator[tuple[float, Counter[str]]]:
 
 
 class _Ledger:
-    """The slots of one rank that hold something, and all that has been dropped."""
+    """All that one rank holds, and which of it is in a slot."""
 
     def __init__(self, bundle: Bundle, program: Program, rank: Inspected):
         self.clock = 0.0  # of the rank: when its last run ended
         self._sizes, self._analyses, self._run_ahead = rank.axes, rank.analyses, rank.run_ahead
         self._computations, self._rank = bundle.computations, program.rank
-        self._live: dict[int, _Live] = {}
-        self._dropped: list[tuple[_Live, float]] = []
-        self._staying: list[_Live] = []
+        self._held: list[Held] = []
+        self._in_slot: dict[int, Held] = {}
         self._accumulators: set[_Output] = set()
-        self._recent: deque[_Live] = deque()  # the first array of each message received last
-        self._late: list[_Live] = []  # messages that are dropped before the next run
+        self._recent: deque[Held] = deque()  # the first array of each message received last
+        self._late: list[Held] = []  # messages that are dropped before the next run
         self._copied: dict[int, float] = {}  # for each slot, when the last copy of it has ended
         for n, slot in program.inputs:
             own = bundle.arguments[n]
-            self._live[slot] = self._new(_OF_ROLE[own.role], own.aval, own.spec, -math.inf)
+            self._in_slot[slot] = self._take(_OF_ROLE[own.role], own.aval, own.spec, -math.inf)
         for slot, value in program.constants:
-            self._live[slot] = _Live("other", array_bytes(value, (), rank.axes), -math.inf)
-        # The caller holds the arguments, and the mesh its constants, whatever the program frees.
-        self._kept = set(self._live)
+            self._in_slot[slot] = self._hold("other", array_bytes(value, (), rank.axes), -math.inf)
         becomes = {slot: bundle.results[n].becomes for n, slot in program.outputs}
         self._results = {
             slot: _OF_ROLE[bundle.arguments[n].role] for slot, n in becomes.items() if n is not None
@@ -134,32 +123,37 @@ class _Ledger:
         #: The run that writes each slot last: if the slot has a result, it makes the result.
         self._last = {slot: run for run in runs for slot in run.outputs}
 
-    def _new(self, kind: str, aval: Any, spec: Spec, start: float, output: _Output = None) -> _Live:
+    def _take(self, kind: str, aval: Any, spec: Spec, start: float, output: _Output = None) -> Held:
         """Takes an array; one in the memory of the host is of that kind, whatever it is for."""
-        nbytes = array_bytes(aval, spec, self._sizes)
-        return _Live(HOST if _compat.memory_kind(aval) else kind, nbytes, start, output)
+        kind = HOST if _compat.memory_kind(aval) else kind
+        return self._hold(kind, array_bytes(aval, spec, self._sizes), start, output)
+
+    def _hold(self, kind: str, nbytes: int, start: float, output: _Output = None) -> Held:
+        self._held.append(Held(self._rank, kind, nbytes, start, output=output))
+        return self._held[-1]
 
     def run(self, run: Run, start: float, end: float) -> None:
         """Takes and drops what a run takes and drops."""
         number, task = run.computation, run.task
-        self._dropped += [(live, start) for live in self._late]
+        for held in self._late:
+            held.end = start
         self._late.clear()
         computation = self._computations[number]
         for i in computation.donated:
-            if run.inputs[i] in self._live:
-                live = self._live[run.inputs[i]]
-                if task and live.kind in ("activations", "other"):  # no argument of the step
-                    live.kind = "accumulators"
-                    self._accumulators.add(live.output)
-                self._drop(run.inputs[i], start)
-        for o, slot in enumerate(run.outputs):
-            aval, spec = computation.jaxpr.out_avals[o], spec_of(computation.out_specs, o)
+            if held := self._in_slot.pop(run.inputs[i], None):
+                held.end = start
+                if task and held.kind in ("activations", "other"):  # no argument of the step
+                    held.kind = "accumulators"
+                    self._accumulators.add(held.output)
+        specs = computation.out_specs or ((),) * len(run.outputs)
+        for o, (slot, spec) in enumerate(zip(run.outputs, specs, strict=True)):
             kind = "activations" if task else "other"
             if self._last[slot] is run:
                 kind = self._results.get(slot, kind)
-            self._live[slot] = self._new(kind, aval, spec, start, (number, o))
+            aval = computation.jaxpr.out_avals[o]
+            self._in_slot[slot] = self._take(kind, aval, spec, start, (number, o))
         if nbytes := self._analyses[number].temporary_bytes:
-            self._dropped.append((_Live("temporary", nbytes, start), end))
+            self._hold("temporary", nbytes, start).end = end
         if run.lane == "copy":  # the rank goes on beside it
             self._copied |= dict.fromkeys(run.inputs, end)
         else:
@@ -172,40 +166,31 @@ class _Ledger:
         for slot, aval, spec in zip(
             slots, message.avals, message.specs or ((),) * len(slots), strict=True
         ):
-            self._dropped.append((self._new("messages", aval, spec, sent), self.clock))
-            self._live[slot] = self._new("activations", aval, spec, self.clock)
-        self._recent.append(self._live[slots[0]])
+            self._take("messages", aval, spec, sent).end = self.clock
+            self._in_slot[slot] = self._take("activations", aval, spec, self.clock)
+        self._recent.append(self._in_slot[slots[0]])
         if len(self._recent) > self._run_ahead:
             oldest = self._recent.popleft()
             self._late += [oldest] if oldest.kind == "messages" else []
 
     def free(self, slots: Sequence[int]) -> None:
-        """Drops slots; arguments and constants stay where they are."""
+        """Drops slots, but what was there before the step: its caller, or the mesh, holds that."""
         for slot in slots:
-            if slot in self._kept:
-                self._kept.discard(slot)
-                self._staying.append(self._live.pop(slot))
-            elif slot in self._live:
-                live = self._live[slot]
-                end = max(self.clock, self._copied.pop(slot, self.clock))
-                self._drop(slot, end)
-                if live in self._recent:
-                    kind = HOST if live.kind == HOST else "messages"
-                    late = _Live(kind, live.nbytes, end)
-                    self._recent[self._recent.index(live)] = late
+            copied, held = self._copied.pop(slot, self.clock), self._in_slot.pop(slot, None)
+            if held is None or held.start == -math.inf:
+                continue
+            held.end = max(self.clock, copied)
+            if held in self._recent and held.kind != HOST:
+                late = self._hold("messages", held.nbytes, held.end)
+                self._recent[self._recent.index(held)] = late
 
-    def _drop(self, slot: int, end: float) -> None:
-        self._kept.discard(slot)
-        self._dropped.append((self._live.pop(slot), end))
-
-    def close(self, end: float) -> Iterator[Held]:
-        """Drops what is left; gives all that there was."""
-        late = [live for live in self._recent if live.kind == "messages"]
-        left = [*self._staying, *self._late, *late, *self._live.values()]
-        for live, end in [*self._dropped, *((live, end) for live in left)]:
-            last = live.kind == "activations" and live.output in self._accumulators
-            kind = "accumulators" if last else live.kind
-            yield Held(self._rank, kind, live.nbytes, live.start, end)
+    def close(self, end: float) -> list[Held]:
+        """Drops what is left; returns all that there was."""
+        for held in self._held:
+            held.end = end if held.end == math.inf else held.end
+            if held.kind == "activations" and held.output in self._accumulators:
+                held.kind = "accumulators"
+        return self._held
 
 
 def array_bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
@@ -221,8 +206,3 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
-
-
-def spec_of(specs: Sequence[Spec], n: int) -> Spec:
-    """Returns the spec of an input or output; computations without specs have none."""
-    return specs[n] if specs else ()

@@ -34,7 +34,6 @@ from jaxpp.runtime.executor import (
     compile_all,
     describe,
     find_invalid,
-    inspect,
     turns_of,
 )
 from jaxpp.runtime.local._feeds import Feed, Fetch, Place
@@ -274,7 +273,7 @@ class LocalStep:
     def inspect(self) -> list[Inspected]:
         """Returns each rank's devices and axes, and XLA's analysis of what it runs."""
         return [
-            inspect(devices_of(home), sizes_of(home), executor.executables, RUN_AHEAD)
+            Inspected.of(devices_of(home), sizes_of(home), executor.executables, RUN_AHEAD)
             for home, executor in zip(self.homes, self.executors, strict=True)
         ]
 

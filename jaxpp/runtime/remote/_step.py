@@ -11,7 +11,7 @@ import numpy as np
 from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, put_together, to_host
-from jaxpp.runtime.executor import Description, Inspected, describe, inspect
+from jaxpp.runtime.executor import Description, Inspected, describe
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
 from jaxpp.runtime.remote._arrays import Arrays
 from jaxpp.runtime.remote._call import (
@@ -245,7 +245,7 @@ def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
         step: the number of the step.
         axes: the axes inside the rank, and their sizes.
     """
-    return inspect(devices_of(process.home), axes, process.executables(step))
+    return Inspected.of(devices_of(process.home), axes, process.executables(step))
 
 
 def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:

@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from jaxpp._program import Bundle, Message, Receive, Run, Send
 from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._records import Records
-from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
+from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, Where
+from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun
 
-#: Gives the seconds since the start of the trace of a time of a process's clock.
-Seconds = Callable[[int, int], float]
+#: A device, and what of it runs something: what it computes with, or what it copies with.
+Lane = tuple[int, str]
+_Record = TypeVar("_Record", RunRecord, MessageRecord)
 
 
 def assemble(
@@ -30,15 +32,16 @@ def assemble(
         steps: the programs of each step by its number.
         device_of: for each rank, the number of its device.
     """
-
-    def seconds(process: int, time: int) -> float:
-        return (offsets[process].to_driver(time) - zero) / 1e9
-
-    step_of = {run.call: run.step for own in records.values() for run in own.runs}
+    noted, sent, received = [], [], []
+    for process, own in records.items():
+        noted += [_in_seconds(r, offsets[process], zero) for r in own.runs]
+        sent += [_in_seconds(r, offsets[process], zero) for r in own.sent]
+        received += [_in_seconds(r, offsets[process], zero) for r in own.received]
+    step_of = {run.call: run.step for run in noted}
     calls = {call: steps[step] for call, step in sorted(step_of.items()) if step in steps}
-    messages = _messages(records, calls, seconds)
-    runs = _runs(_note(records, calls, seconds, device_of), messages)
-    by_place: dict[Where, TracedRun] = {(r.call, r.rank, r.position): r for r in runs}
+    messages = _messages(sent, received, calls)
+    runs = _runs(noted, messages, calls, device_of)
+    by_place = {run.where: run for run in runs}
     messages = [_between(m, by_place) for m in messages]
     return Trace(
         tuple(sorted(runs, key=lambda run: (run.start, run.end))),
@@ -49,71 +52,59 @@ def assemble(
     )
 
 
+def _in_seconds(record: _Record, offset: Offset, zero: int) -> _Record:
+    """Returns a record whose times are seconds since the start of the trace."""
+    times = {name: getattr(record, name, None) for name in ("dispatched", "start", "end")}
+    moved = {n: (offset.to_driver(t) - zero) / 1e9 for n, t in times.items() if t is not None}
+    return dataclasses.replace(record, **moved)
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
-class _Noted:
-    """What was noted of a run, in seconds: its dispatch, and its start and end where known.
-
-    `lane` is the device with the lane that runs it.
-    """
-
-    run: Run
-    lane: tuple[int, str]
-    dispatched: float
-    start: float | None
-    end: float | None
-
-
-def _runs(noted: Mapping[Where, _Noted], messages: Sequence[TracedMessage]) -> list[TracedRun]:
-    """Makes the runs of all ranks from what was noted, which is in the order of dispatch.
+def _runs(
+    records: Iterable[RunRecord],
+    messages: Sequence[TracedMessage],
+    calls: Mapping[int, Bundle],
+    device_of: Sequence[int],
+) -> list[TracedRun]:
+    """Makes the runs of all ranks from their records.
 
     A run whose start is not known started when it could: when it had been dispatched, its lane was
     free and its messages were there.
     """
-    _correct_ends(noted, messages)
+    known = {r.where: r for r in sorted(records, key=lambda r: r.dispatched) if r.call in calls}
+    runs = {where: _run_of(record, calls) for where, record in known.items()}
+    lanes = {where: (device_of[r.rank], runs[where].lane) for where, r in known.items()}
+    ends = _ends(known, lanes, messages)
     arrived: dict[Where, float] = {}
     for m in messages:
         arrived[m.read_by] = max(arrived.get(m.read_by, m.end), m.end)
-    free: dict[tuple[int, str], float] = {}
-    runs = []
-    for where, own in noted.items():
-        start, end = own.start, own.end
+    free: dict[Lane, float] = {}
+    traced = []
+    for where, r in known.items():
+        run, lane, start, end = runs[where], lanes[where], r.start, ends.get(where)
         if start is None:
-            begin = own.dispatched
-            start = max(begin, free.get(own.lane, begin), arrived.get(where, begin))
+            ready = free.get(lane, r.dispatched), arrived.get(where, r.dispatched)
+            start = max(r.dispatched, *ready)
             start = start if end is None else min(start, end)
-        free[own.lane] = end = start if end is None else end
-        call, rank, position = where
-        assert position is not None
-        times = min(own.dispatched, start), start, end
-        runs.append(TracedRun(call, rank, position, own.run.label, *times, own.run.task))
-    return runs
+        free[lane] = end = start if end is None else end
+        times = min(r.dispatched, start), start, end
+        traced.append(TracedRun(r.call, r.rank, r.position, run.label, *times, run.task))
+    return traced
 
 
-def _note(
-    records: Mapping[int, Records],
-    calls: Mapping[int, Bundle],
-    seconds: Seconds,
-    device_of: Sequence[int],
-) -> dict[Where, _Noted]:
-    """Puts the records of the calls' runs on one clock, in the order of dispatch."""
-    noted: dict[Where, _Noted] = {}
-    for process, own in records.items():
-        for r in own.runs:
-            if r.call not in calls:
-                continue
-            run = calls[r.call].programs[r.rank].instructions[r.position]
-            assert isinstance(run, Run)
-            start, end = (t if t is None else seconds(process, t) for t in (r.start, r.end))
-            lane = device_of[r.rank], run.lane
-            dispatched = seconds(process, r.dispatched)
-            noted[r.call, r.rank, r.position] = _Noted(run, lane, dispatched, start, end)
-    return dict(sorted(noted.items(), key=lambda item: item[1].dispatched))
+def _run_of(record: RunRecord, calls: Mapping[int, Bundle]) -> Run:
+    run = calls[record.call].programs[record.rank].instructions[record.position]
+    assert isinstance(run, Run)
+    return run
 
 
-def _correct_ends(noted: Mapping[Where, _Noted], messages: Sequence[TracedMessage]) -> None:
+def _ends(
+    known: Mapping[Where, RunRecord],
+    lanes: Mapping[Where, Lane],
+    messages: Sequence[TracedMessage],
+) -> dict[Where, float]:
     """Corrects ends that a thread has noted, for it may be woken late.
 
     A run has ended before the next one of its lane, before a message that it has made has left, and
@@ -122,37 +113,36 @@ def _correct_ends(noted: Mapping[Where, _Noted], messages: Sequence[TracedMessag
     made: dict[Where, list[TracedMessage]] = defaultdict(list)
     for m in messages:
         made[m.made_by].append(m)
-    after: dict[tuple[int, str], float] = {}
-    for where, own in reversed(list(noted.items())):
-        end = own.end
-        if end is None:
+    ends: dict[Where, float] = {}
+    next_end: dict[Lane, float] = {}
+    for where, r in reversed(list(known.items())):
+        if r.end is None:
             continue
-        if own.start is None:
-            readers = [noted[m.read_by].end for m in made[where] if m.read_by in noted]
-            bounds = [t for m in made[where] for t in (m.sent, m.end)]
-            bounds += [read for read in readers if read is not None]
-            own.end = end = min([end, after.get(own.lane, end), *bounds])
-        after[own.lane] = end
+        bounds = [r.end]
+        if r.start is None:  # noted by a thread
+            bounds += [t for m in made[where] for t in (m.sent, m.end)]
+            bounds += [ends[m.read_by] for m in made[where] if m.read_by in ends]
+            bounds.append(next_end.get(lanes[where], r.end))
+        ends[where] = next_end[lanes[where]] = min(bounds)
+    return ends
 
 
 # ---- messages ------------------------------------------------------------------------------------
 
 
 def _messages(
-    records: Mapping[int, Records], calls: Mapping[int, Bundle], seconds: Seconds
+    sent: Iterable[MessageRecord], received: Iterable[MessageRecord], calls: Mapping[int, Bundle]
 ) -> list[TracedMessage]:
     """Joins the records of both ends of each message of the calls."""
-    ends: tuple[dict[tuple[int, int], tuple[float, float]], ...] = ({}, {})
-    for process, own in records.items():
-        for found, kept in zip((own.sent, own.received), ends, strict=True):
-            for r in found:
-                kept[r.call, r.tag] = seconds(process, r.start), seconds(process, r.end)
+    targets = {(r.call, r.tag): r for r in received}
     known = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
     messages = []
-    for (call, tag), (start, sent) in ends[0].items():
-        ends_of = known[id(calls[call])].get(tag) if call in calls else None
-        if ends_of is not None and (call, tag) in ends[1]:
-            messages.append(TracedMessage(call, *ends_of, start, sent, *ends[1][call, tag]))
+    for (call, tag), here in {(r.call, r.tag): r for r in sent}.items():
+        there = targets.get((call, tag))
+        ends = known[id(calls[call])].get(tag) if call in calls else None
+        if there is not None and ends is not None:
+            times = here.start, here.end, there.start, there.end
+            messages.append(TracedMessage(call, *ends, *times))
     return messages
 
 

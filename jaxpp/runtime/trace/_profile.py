@@ -144,7 +144,7 @@ def _joined(module: Module, profiled: Sequence[ProfiledRun]) -> list[ProfiledRun
     return sorted(runs.values(), key=lambda run: run.start)
 
 
-def _places(runs: Sequence[ProfiledRun], dispatched: Sequence[int]) -> list[int]:
+def _places(runs: Sequence[ProfiledRun], dispatched: Sequence[float]) -> list[int]:
     """Finds for each run, in the order of starts, which dispatch it was; empty where unknown.
 
     The launches of one executable are numbered one after the other, so a gap is a run that did not

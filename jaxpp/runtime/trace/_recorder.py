@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import pathlib
-from functools import partial
+from collections import defaultdict
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ from jaxpp._program import Message, Run, Send
 from jaxpp.runtime.executor import Chunk, Executor
 from jaxpp.runtime.trace._profile import Module, match, module_of, read_profile
 from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
-from jaxpp.runtime.trace._watch import Watcher, mark
+
+#: How long to wait for what devices compute, in seconds.
+_TIMEOUT = 60.0
 
 
 def wait_for_runs() -> None:
@@ -22,7 +25,7 @@ def wait_for_runs() -> None:
     What other threads have dispatched has results that are alive, or nobody wants it.
     """
     for device in jax.local_devices():
-        mark(jax.device_put(0, device)).block_until_ready()
+        _mark(jax.device_put(0, device)).block_until_ready()
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # of a call that has failed, or deleted meanwhile
             array.block_until_ready()
@@ -43,9 +46,13 @@ class Recorder:
         #: The time of the profile's clock event.
         self.zero = clock()
         self._waits = waits
-        self._programs: dict[int, tuple[Executor, dict[int, int], dict[int, Module | None]]] = {}
+        self._programs: dict[int, tuple[Executor, dict[int, tuple[int, Module | None]]]] = {}
         self._dispatches: list[tuple[Module, RunRecord]] = []
-        self._watchers: dict[Any, Watcher] = {}
+        #: For each lane of a rank, and each way of a message, a thread that waits.
+        self._threads: dict[Any, futures.Executor] = defaultdict(
+            lambda: futures.ThreadPoolExecutor(1, "jaxpp trace")
+        )
+        self._clocked: list[futures.Future[RunRecord | MessageRecord | str]] = []
         self._sent: list[MessageRecord] = []
         self._received: list[MessageRecord] = []
 
@@ -58,7 +65,7 @@ class Recorder:
 
         `call` and `step` are the numbers of the call and of the step that is called.
         """
-        positions, modules = self.prepare(executor)
+        known = self.prepare(executor)
         rank = executor.program.rank
         for instruction in chunk:
             start = clock()
@@ -67,14 +74,14 @@ class Recorder:
                 if isinstance(instruction, Send):
                     self._copied(executor.transport, instruction.message, call, start)
                 continue
-            record = RunRecord(call, step, rank, positions[id(instruction)], start)
-            module = modules[instruction.computation]
+            position, module = known[id(instruction)]
+            record = RunRecord(call, step, rank, position, start)
             if module is not None:  # noted before: the profile has a run that fails, too
                 self._dispatches.append((module, record))
             with jax.profiler.TraceAnnotation(instruction.label, call=call, rank=rank):
                 executor.execute((instruction,))
             if module is None:
-                self._wait(executor, instruction, record)
+                self._computed(executor, instruction, record)
 
     def sent(self, call: int, message: Message, start: int, end: int) -> None:
         """Notes that a message was sent from `start` to `end`, in nanoseconds of `clock`."""
@@ -87,38 +94,43 @@ class Recorder:
     def settle(self) -> None:
         """Waits until all recorded runs and copies have ended."""
         wait_for_runs()
-        for watcher in self._watchers.values():
-            watcher.settle()
+        futures.wait(self._clocked, _TIMEOUT)
 
     def stop(self, profile: pathlib.Path | None = None) -> Records:
         """Ends the threads, and returns all records; the times of runs are in a profile's folder.
 
         Without one only runs that threads have clocked are known.
         """
-        runs, errors, copies = [], [], []
+        runs, errors = [], []
         if profile is not None and self._dispatches:
             runs, errors = match(self._dispatches, read_profile(profile), self.zero)
-        for watcher in self._watchers.values():
-            watcher.settle()
-            watcher.close()
-            runs += [r for r in watcher.records if isinstance(r, RunRecord)]
-            copies += [r for r in watcher.records if isinstance(r, MessageRecord)]
-            errors += watcher.errors
+        done, late = futures.wait(self._clocked, _TIMEOUT)
+        for thread in self._threads.values():
+            thread.shutdown(wait=False)
+        clocked = [future.result() for future in self._clocked if future in done]
+        runs += [r for r in clocked if isinstance(r, RunRecord)]
+        copies = [r for r in clocked if isinstance(r, MessageRecord)]
+        errors += [r for r in clocked if isinstance(r, str)]
+        if late:
+            errors.append(f"a device has not ended its work in {_TIMEOUT:.0f} s")
         sent, received = (*self._sent, *copies), (*self._received, *copies)
         return Records(tuple(runs), sent, received, tuple(errors))
 
-    def prepare(self, executor: Executor) -> tuple[dict[int, int], dict[int, Module | None]]:
-        """Finds the positions of an executor's runs, by their ids, and the modules they run."""
+    def prepare(self, executor: Executor) -> dict[int, tuple[int, Module | None]]:
+        """Finds the position of each run of an executor, and its module, by the run's id."""
         if id(executor) not in self._programs:
-            positions = {id(i): n for n, i in enumerate(executor.program.instructions)}
-            modules = {
-                number: None if self._waits else module_of(executable)
-                for number, executable in enumerate(executor.executables)
-                if executable is not None
+            modules = [
+                None if self._waits or executable is None else module_of(executable)
+                for executable in executor.executables
+            ]
+            known = {
+                id(instruction): (position, modules[instruction.computation])
+                for position, instruction in enumerate(executor.program.instructions)
+                if isinstance(instruction, Run)
             }
             # Kept with the executor, or another one might get its id.
-            self._programs[id(executor)] = executor, positions, modules
-        return self._programs[id(executor)][1:]
+            self._programs[id(executor)] = executor, known
+        return self._programs[id(executor)][1]
 
     def _copied(self, transport: Any, message: Message, call: int, start: int) -> None:
         """Notes a message between devices of this process, whose copies were asked for at `start`.
@@ -127,23 +139,39 @@ class Recorder:
         """
         if copies := transport.copies_of(message):
             link, arrays = copies
-            self._watcher(link).put(partial(MessageRecord, call, message.tag, start), arrays)
+            self._wait(link, MessageRecord(call, message.tag, start, start), arrays)
 
-    def _wait(self, executor: Executor, run: Run, record: RunRecord) -> None:
-        """Lets a thread wait for the smallest result of a run, or for an element of it."""
+    def _computed(self, executor: Executor, run: Run, record: RunRecord) -> None:
+        """Notes a run at the end of its smallest result."""
         results = [executor.slots[slot] for slot in run.outputs]
-        array = min((x for x in results if x.size), key=lambda x: x.size, default=None)
-        watcher = self._watcher((executor.program.rank, run.lane))
+        smallest = min((x for x in results if x.size), key=lambda x: x.size, default=None)
+        if smallest is not None and run.lane != "copy":  # nothing takes the memory of a copy
+            smallest = _mark(smallest)
+        self._wait((record.rank, run.lane), record, smallest)
 
-        def make(end: int) -> RunRecord:
-            return dataclasses.replace(record, end=end)
+    def _wait(self, order: Any, record: RunRecord | MessageRecord, arrays: Any) -> None:
+        """Lets a thread wait for arrays, and note their time; one thread waits for an `order`."""
+        self._clocked.append(self._threads[order].submit(_ended, record, arrays))
 
-        if array is None:
-            watcher.put(make, [])
-        else:  # nothing takes the memory of what is copied
-            watcher.put(make, [array if run.lane == "copy" else mark(array)])
 
-    def _watcher(self, key: Any) -> Watcher:
-        if key not in self._watchers:
-            self._watchers[key] = Watcher()
-        return self._watchers[key]
+def _ended(record: RunRecord | MessageRecord, arrays: Any) -> RunRecord | MessageRecord | str:
+    """Waits for arrays, and ends their record; or returns the error that they have."""
+    try:
+        jax.block_until_ready(arrays)
+    except Exception as error:  # the step's own error, which the caller of the step gets
+        return str(error).partition("\n")[0]
+    return dataclasses.replace(record, end=clock())
+
+
+@jax.jit
+def _first(x: jax.Array) -> jax.Array:
+    return x[(slice(0, 1),) * x.ndim]
+
+
+def _mark(array: jax.Array) -> jax.Array:
+    """Returns an element of an array, which is there as soon as the array is.
+
+    The array itself may be donated to the next run, and then nobody can wait for it. The element is
+    of the first device of this process that the array is on.
+    """
+    return _first(array.addressable_data(0))

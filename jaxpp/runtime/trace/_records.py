@@ -6,12 +6,16 @@ import time
 #: One clock for all processes of a host, in nanoseconds.
 clock = time.monotonic_ns
 
+#: A run: its call, its rank, and its position in the rank's program; None where there is no such.
+Where = tuple[int, int, int | None]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRecord:
     """A run of a call: its position in its rank's program, its times of dispatch, start and end.
 
-    Times are nanoseconds of the clock of the process. `start` is None where only the end was seen.
+    Times are nanoseconds of the clock of the process, until `assemble` makes them seconds of the
+    trace. `start` is None where only the end was seen.
     Both are None for a run of which a device has nothing to do.
     """
 
@@ -19,9 +23,14 @@ class RunRecord:
     step: int
     rank: int
     position: int
-    dispatched: int
-    start: int | None = None
-    end: int | None = None
+    dispatched: float
+    start: float | None = None
+    end: float | None = None
+
+    @property
+    def where(self) -> Where:
+        """The call, the rank and the position."""
+        return self.call, self.rank, self.position
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,8 +39,8 @@ class MessageRecord:
 
     call: int
     tag: int
-    start: int
-    end: int
+    start: float
+    end: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,15 +4,13 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from jaxpp._program import Bundle, Message, Run
 from jaxpp.runtime.trace import _figures
+from jaxpp.runtime.trace._records import Where
 from jaxpp.schedules import Costs, Task, Timeline, simulate
-
-#: A run: its call, its rank, and its position in the rank's program; None where there is no such.
-Where = tuple[int, int, int | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +31,11 @@ class TracedRun:
     start: float
     end: float
     task: Task | None = None
+
+    @property
+    def where(self) -> Where:
+        """The call, the rank and the position."""
+        return self.call, self.rank, self.position
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,29 +178,22 @@ class Trace:
         Raises:
             ValueError: as `timeline` does.
         """
-        call = self._chosen(call)
-        bundle = self.steps[call]
+        bundle = self.steps[self._chosen(call)]
         calls: list[list[_figures.Clocked]] = []
         edges: dict[_figures.Key, int] = {}
         points: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
-        for number in self.calls:
-            if self.steps[number] is not bundle:
-                continue
+        for number in (n for n in self.calls if self.steps[n] is bundle):
             runs, waited = self._until_the_next(number)
             calls.append(runs)
-            own: dict[tuple[bool, int], list[float]] = {}
-            tasks: dict[tuple[int, int | None], Task | None] = {
-                (run.rank, run.position): run.task for run in self._by_call[number]
-            }
+            alike: dict[tuple[bool, int], list[float]] = defaultdict(list)
             for sent in self._messages_by_call[number]:
-                maker = tasks.get((sent.message.source, sent.maker))
-                if maker is not None and "edge" in sent.message.kinds:
-                    key = maker.kind, maker.stage
-                    edges[key] = max(edges.get(key, 0), sent.message.nbytes)
-                alike = sent.message.tag in waited, sent.message.nbytes
-                seconds = waited.get(sent.message.tag, sent.end - sent.start)
-                own.setdefault(alike, []).append(seconds)
-            for (late, nbytes), times in own.items():
+                tag, nbytes = sent.message.tag, sent.message.nbytes
+                alike[tag in waited, nbytes].append(waited.get(tag, sent.end - sent.start))
+                maker = self._run_at.get(sent.made_by)
+                if maker and maker.task and "edge" in sent.message.kinds:
+                    key = maker.task.kind, maker.task.stage
+                    edges[key] = max(edges.get(key, 0), nbytes)
+            for (late, nbytes), times in alike.items():
                 points[late].append((nbytes, statistics.fmean(times)))
         latency, bandwidth = _figures.fit_line(points[True] or points[False])
         return Costs.measured(
@@ -213,25 +209,21 @@ class Trace:
         A run lasts until its device goes on, where the next one waits for no message; a copy, until
         it has ended.
         """
-        runs = self._by_call[call]
-        ends: dict[tuple[int, int | None], float] = {
-            (run.rank, run.position): run.end for run in runs
-        }
-        last: dict[tuple[int, int | None], TracedMessage] = {}
-        for sent in sorted(self._messages_by_call[call], key=lambda m: m.end):
-            last[sent.message.target, sent.reader] = sent
+        last = {m.read_by: m for m in sorted(self._messages_by_call[call], key=lambda m: m.end)}
         clocked: list[_figures.Clocked] = []
         waited: dict[int, float] = {}
-        clocked += [
-            (r.rank, r.task, r.start, r.end) for r in runs if r.task and r.task.kind.lane == "copy"
-        ]
-        computed = [run for run in runs if not run.task or run.task.kind.lane == "compute"]
-        for device in set(self.device_of):
-            own = [run for run in computed if self.device_of[run.rank] == device]
-            for run, after in zip(own, [*own[1:], None], strict=True):
-                end, sent = run.end, after and last.get((after.rank, after.position))
+        of_device: dict[int, list[TracedRun]] = defaultdict(list)
+        for run in self._by_call[call]:
+            if run.task and run.task.kind.lane == "copy":
+                clocked.append((run.rank, run.task, run.start, run.end))
+            else:
+                of_device[self.device_of[run.rank]].append(run)
+        for runs in of_device.values():
+            for run, after in zip(runs, [*runs[1:], None], strict=True):
+                end, sent = run.end, after and last.get(after.where)
                 if sent and after and sent.end > end:
-                    made = ends.get((sent.message.source, sent.maker), sent.start)
+                    maker = self._run_at.get(sent.made_by)
+                    made = sent.start if maker is None else maker.end
                     waited[sent.message.tag] = after.start - made
                 elif after:
                     end = after.start
@@ -250,7 +242,7 @@ class Trace:
             raise ValueError(
                 f"Call {call} was not traced; those that were are {self.calls}, in Trace.calls."
             )
-        if not self._tasks(call):
+        if not _figures.tasks_of(self.steps[call]):
             raise ValueError(f"Call {call} is of a step without a scheduled loop: it has no tasks.")
         if not self._is_whole(call):
             raise ValueError(
@@ -258,16 +250,9 @@ class Trace:
             )
         return call
 
-    def _tasks(self, call: int) -> frozenset[Task]:
-        """Returns the tasks of a call's step."""
-        bundle, known = self.steps[call], self._known_tasks
-        if id(bundle) not in known:
-            known[id(bundle)] = _figures.tasks_of(bundle)
-        return known[id(bundle)]
-
     @functools.cached_property
-    def _known_tasks(self) -> dict[int, frozenset[Task]]:
-        return {}
+    def _run_at(self) -> dict[Where, TracedRun]:
+        return {run.where: run for run in self.runs}
 
     @functools.cached_property
     def _by_call(self) -> dict[int, list[TracedRun]]:
@@ -284,6 +269,7 @@ class Trace:
         return messages
 
     def _is_whole(self, call: int) -> bool:
-        programs = self.steps[call].programs
-        runs = sum(isinstance(i, Run) for p in programs for i in p.instructions)
-        return bool(self._tasks(call)) and runs == len(self._by_call[call])
+        """Tells whether a call has a scheduled loop, and all of its runs are known."""
+        bundle = self.steps[call]
+        runs = sum(isinstance(i, Run) for p in bundle.programs for i in p.instructions)
+        return bool(_figures.tasks_of(bundle)) and runs == len(self._by_call[call])

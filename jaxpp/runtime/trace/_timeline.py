@@ -14,12 +14,11 @@ from jaxpp._trace_events import (
     name_process,
     name_thread,
     read_events,
-    sort_process,
     ticks,
     write_events,
 )
 from jaxpp.runtime.trace._clock import CLOCK_EVENT, Reading
-from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
+from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun
 from jaxpp.schedules import plot
 
 #: The first threads of a rank's tasks, sends and receives; several may go on at a time.
@@ -54,11 +53,11 @@ def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
 def make_events(trace: Trace) -> list[Event]:
     """Makes the events of a trace: a process for each rank, its runs and messages, and arrows."""
     events: list[Event] = []
-    runs: dict[Where, Event] = {(r.call, r.rank, r.position): _run_slice(r) for r in trace.runs}
+    runs = {run.where: _run_slice(run) for run in trace.runs}
     sends = [_message_slice(m, "send") for m in trace.messages]
     receives = [_message_slice(m, "receive") for m in trace.messages]
     for rank in range(len(trace.device_of)):
-        events += [name_process(rank, f"rank {rank}"), sort_process(rank)]
+        events += name_process(rank, f"rank {rank}")
         events += name_thread(rank, TASKS, "tasks", TASKS)
         for name, own, first in (("sends", sends, SENDS), ("receives", receives, RECEIVES)):
             slices = [event for event in own if event["pid"] == rank]
@@ -162,14 +161,9 @@ def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLik
                 key = (n, event.get("cat"), event["id"])
                 event["id"] = arrows.setdefault(key, len(arrows))
             if event["name"] == "process_name":
-                event["args"] = {"name": f"{title}, {event['args']['name']}"}
-            elif event["name"] == "process_sort_index":
-                continue
-            merged.append(event)
-    merged += [
-        {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-        for pid in processes.values()
-    ]
+                merged += name_process(event["pid"], f"{title}, {event['args']['name']}")
+            elif event["name"] != "process_sort_index":
+                merged.append(event)
     first = min(range(len(zeros)), key=zeros.__getitem__)
     write_events(merged, path, {METADATA: dataclasses.asdict(traces[first][2])})
 

@@ -12,7 +12,6 @@ from jaxpp._trace_events import (
     make_slice,
     name_process,
     name_thread,
-    sort_process,
     write_events,
 )
 from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out, shared_unit
@@ -78,7 +77,7 @@ def to_trace(
             for cells in rows
             for cell in cells
         }
-        events += [name_process(process, title or "schedule"), sort_process(process)]
+        events += name_process(process, title or "schedule")
         events += _name_threads(process, rows)
         events += slices.values()
         events += _counters(process, timeline, scale)

@@ -1,8 +1,5 @@
-"""How a step's computations are compiled: once each, from a cache on disk, with a bar."""
+"""How a step's computations are compiled: once each, or from a cache on disk."""
 
-import contextlib
-import io
-import sys
 from typing import Any
 
 import jax
@@ -13,7 +10,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxpp
 from jaxpp.runtime.executor import _compile
-from tests.helpers import mesh_of
 
 STAGES = 4
 
@@ -74,47 +70,4 @@ def test_a_step_comes_out_of_the_cache_on_disk_with_the_same_bits(cache):
     assert cache.count("cache_misses") == 0
     assert cache.count("cache_hits") >= len(again.bundle.computations)
     jax.tree.map(np.testing.assert_array_equal, jaxpp.gather(first), jaxpp.gather(second))
-    _compile.clear_cache()
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("tqdm", [True, False], ids=["tqdm", "without"])
-@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "log"])
-def test_a_long_compilation_has_a_bar_on_a_terminal(monkeypatch, tqdm, terminal):
-    stream = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    if not tqdm:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-    with _compile._progress(2) as bar:
-        if tqdm:
-            bar.delay = bar.mininterval = 0  # else what is soon done has no bar
-        bar.update()
-        bar.update()
-    shown = stream.getvalue()
-    if not (tqdm and terminal):
-        assert shown == ""
-    else:
-        assert "jaxpp: compiling" in shown and "2/2" in shown
-        assert "\n" not in shown and not shown.split("\r")[-2].strip()  # it goes away
-
-
-def test_a_step_counts_what_it_compiles(monkeypatch):
-    totals, done = [], []
-
-    class Bar(contextlib.nullcontext):
-        def __enter__(self):
-            return self
-
-        def update(self):
-            done.append(1)
-
-    monkeypatch.setattr(_compile, "_progress", lambda total: totals.append(total) or Bar())
-    _compile.clear_cache()
-    for _ in range(2):
-        jaxpp.place(lambda x: x * 3, mesh_of(1))(jax.numpy.ones(2))
-    assert totals == [len(done), 0] and done
     _compile.clear_cache()

@@ -317,15 +317,6 @@ def test_another_setting_of_jax_compiles_anew():
         assert compilations(lowered.compile) > 0
 
 
-def test_what_is_kept_is_bounded():
-    kept = _compile._Kept(size=2)
-    for key in "ab":
-        kept.put(key, key.upper())
-    assert kept.get("a") == "A"  # now b is the one not used the longest
-    kept.put("c", "C")
-    assert [kept.get(key) for key in "abc"] == ["A", None, "C"]
-
-
 # ---- threads ------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import types
 from typing import Any
 
 import jax
@@ -17,8 +18,6 @@ from tests.runtime.trace import steps
 
 class Delayed:
     """Processes whose clock is behind, and reached over a line with delays in nanoseconds."""
-
-    num_ranks = 1
 
     def __init__(self, monkeypatch, behind, delays):
         self.now = 10**9
@@ -44,8 +43,6 @@ def test_the_offset_is_within_half_of_the_shortest_round_trip(monkeypatch, behin
 
 def test_processes_of_a_host_have_one_clock():
     class Here:
-        num_ranks = 1
-
         def apply(self, function, args, ordered=True):
             return {0: function(None)}
 
@@ -74,8 +71,7 @@ class FakeProcess:
 
     def __init__(self, rank, ahead):
         self.rank, self.ahead = rank, ahead
-        self.recorder = None
-        self.transport = type("Transport", (), {"recorder": None})()
+        self.transport = types.SimpleNamespace(recorder=None)
 
 
 class FakeMesh:
@@ -86,8 +82,8 @@ class FakeMesh:
         self.calls = collections.Counter()
 
     @property
-    def num_ranks(self):
-        return len(self.processes)
+    def first_ranks(self):
+        return range(len(self.processes))
 
     def apply(self, function, args, ordered=True):
         self.calls[function.__name__, ordered] += 1
@@ -115,10 +111,10 @@ class FakeMesh:
                 worker = local.executors[rank]
                 for instruction in chunk:
                     start = clock()
-                    process.recorder.execute(worker, (instruction,), call, step)
+                    process.transport.recorder.execute(worker, (instruction,), call, step)
                     if isinstance(instruction, Send):
                         message = instruction.message
-                        jax.block_until_ready(local.transport.arrays_of(message))
+                        jax.block_until_ready(local.transport.copies_of(message)[1])
                         process.transport.recorder.sent(call, message, start, clock())
                     elif isinstance(instruction, Receive):
                         message = instruction.message
@@ -143,7 +139,7 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile
     local: Any = compiled._run
     mesh: Any = FakeMesh([10**12, -(10**12)])
     tracing = _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
-    assert all(p.recorder is p.transport.recorder is not None for p in mesh.processes)
+    assert all(p.transport.recorder is not None for p in mesh.processes)
     tracing.steps[7] = compiled.bundle
     before = clock()
     for call in (3, 4):
@@ -151,7 +147,7 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile
         local(leaves, mesh.run(local, call, 7))
     after = clock()
     trace = _tracing.stop_trace(mesh, tracing, [0, 1])
-    assert all(p.recorder is p.transport.recorder is None for p in mesh.processes)
+    assert all(p.transport.recorder is None for p in mesh.processes)
     assert trace.calls == (3, 4) and not trace.errors
     window = [(t - tracing.started.monotonic_ns) / 1e9 for t in (before, after)]
     assert all(window[0] - 1e-3 < r.start <= r.end < window[1] + 1e-3 for r in trace.runs)
@@ -176,4 +172,4 @@ def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch, one_pro
     monkeypatch.setattr(_tracing, "_start", start)
     with pytest.raises(RuntimeError, match="no profiler here"):
         _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
-    assert all(p.recorder is None for p in mesh.processes)
+    assert all(p.transport.recorder is None for p in mesh.processes)
