@@ -38,10 +38,14 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Saves and restores pytrees whose arrays may be on the ranks of a mesh."""
+    """Saves and restores pytrees whose arrays may be on the ranks of a mesh.
 
-    def __init__(self):
-        handlers = [(own, ArrayHandler(kind)) for kind, own in _KINDS.items()]
+    Args:
+        copy: whether what is saved may be donated before all of it has been written.
+    """
+
+    def __init__(self, copy: bool = True):
+        handlers = [(own, ArrayHandler(kind, copy)) for kind, own in _KINDS.items()]
         pairs = [(each, handler) for own, handler in handlers for each in own]
         string = ocp.type_handlers.get_type_handler(str)
         registry = ocp.type_handlers.create_type_handler_registry(*pairs, (str, string))
@@ -53,11 +57,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         args = StateRestore() if args is None else args
         if args.item is None:
             return super().restore(directory, args=args)
-        if args.restore_args is None:
-            args = dataclasses.replace(args, restore_args=targets(args.item))
-        item = jtu.tree_map(_storable, args.item)
-        found = super().restore(directory, args=dataclasses.replace(args, item=item))
-        return jtu.tree_map_with_path(_kept, args.item, found)
+        return load(directory, args.item, args.restore_args or targets(args.item))
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
@@ -77,12 +77,14 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
 
     Args:
         kind: the name of Orbax's own handler for them, which reads what this one has written.
+        copy: whether they may be donated before they have been written.
     """
 
     _array_metadata_store = None  # Orbax asks for it
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, copy: bool):
         self._plain = ocp.type_handlers.get_type_handler(kind)
+        self._copy = copy
 
     def typestr(self) -> str:
         """Returns the name of the kind."""
@@ -100,7 +102,7 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
         names = [info.name for info in infos]
         copied = concurrent.futures.Future()
         try:
-            copied.set_result(Snapshot.of(names, values, args or ()))
+            copied.set_result(Snapshot.of(names, values, args or (), self._copy))
         except Exception as error:
             # The write raises it. If it were raised here, a thread of Orbax would wait for ten
             # minutes for the directory, which is not made then, and the process for the thread.
@@ -115,18 +117,8 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
         return [future.CommitFutureAwaitingContractedSignals(commit(), name=f"jaxpp-{writer}")]
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        """Reads arrays to their targets; without targets as Orbax does."""
-        if not args or not any(isinstance(arg, Target) for arg in args):
-            return await self._plain.deserialize(infos, args)
-        first = infos[0]
-        database = Database(str(first.parent_dir), first.use_zarr3, first.is_ocdbt_checkpoint)
-        names = [info.name for info in infos]
-        try:
-            return _read(database, names, args)
-        except Exception as error:
-            # `StateHandler.restore` raises it. If it were raised here, Orbax would close the loop
-            # of its other reads, and these would print errors of their own.
-            return [error] * len(infos)
+        """Reads arrays of which no target is known."""
+        return await self._plain.deserialize(infos, args)
 
 
 # ---- saving -------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Copies of arrays, each on the host of the process that holds it.
+    """Copies or views of arrays, each on the host of the process that holds it.
 
     Args:
         arrays: how each array lies in the checkpoint, by its name.
@@ -151,8 +143,10 @@ class Snapshot:
     names: Mapping[int, Sequence[str]]
 
     @staticmethod
-    def of(names: Sequence[str], values: Sequence[Any], args: Sequence[Any]) -> "Snapshot":
-        """Copies arrays, between the steps called before and those called after."""
+    def of(
+        names: Sequence[str], values: Sequence[Any], args: Sequence[Any], copy: bool
+    ) -> "Snapshot":
+        """Copies arrays, or views them, between the steps called before and those called after."""
         if any(arg.dtype is not None for arg in args):
             raise ValueError("jaxpp saves arrays as they are; cast them before, not by SaveArgs.")
         local: list[tuple[str, Any, int]] = []
@@ -172,9 +166,9 @@ class Snapshot:
         held = calls = None
         if mesh is not None:
             held = mesh.new_array(jax.ShapeDtypeStruct((), bool), tuple(sorted(remote)), ())
-            arguments = {rank: (held.id, own) for rank, own in remote.items()}
+            arguments = {rank: (held.id, own, copy) for rank, own in remote.items()}
             calls = mesh.apply_everywhere(_shares.snapshot, arguments)
-        own = _shares.to_shares(local)
+        own = _shares.to_shares(local, copy)
         found = calls.results() if calls else {}
         boxes = defaultdict(list)
         of_ranks = itertools.chain(*itertools.chain(*found.values()))
@@ -230,7 +224,7 @@ def checked(tree: Any) -> Any:
     names = []
     for path, leaf in jtu.tree_leaves_with_path(tree):
         _check(jtu.keystr(path), leaf)
-        names.append(jtu.keystr(path, simple=True, separator="."))  # as Orbax makes them
+        names.append(_name(path))
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
@@ -261,6 +255,11 @@ def _check(path: str, leaf: Any) -> None:
         raise ValueError(f"The leaf {path} was {why}; save what that step returned.")
 
 
+def _name(path: Any) -> str:
+    """Returns the name of a leaf in the checkpoint, as Orbax makes it."""
+    return jtu.keystr(path, simple=True, separator=".")
+
+
 def _is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufc" or dtype.isbuiltin == 2 or dtype == jax.dtypes.float0
 
@@ -275,35 +274,26 @@ def _storable(leaf: Any) -> Any:
     return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
 
 
-def _kept(path: Any, like: Any, found: Any) -> Any:
-    """Returns a leaf that was read; for a static one that of `like`, if that has the same name."""
-    if isinstance(found, Exception):
-        raise found
-    name = _storable(like)
-    if name is like:
-        return found
-    if name != found:
-        raise ValueError(
-            f"The leaf {jtu.keystr(path)} is {found} in the checkpoint, and {name} in `like`. Pass "
-            f"a `like` built as the tree that was saved."
-        )
-    return like
-
-
 # ---- restoring ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Target(ocp.RestoreArgs):
-    """The path of a leaf, its type, and the place that it goes to; see `restore_args`."""
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The path of a leaf, what it is like, and the place that it goes to; see `load`."""
 
-    path: str = ""
-    like: Any = None
-    place: Any = None
+    path: str
+    name: str
+    like: Any
+    place: Any
 
 
-def targets(like: Any, shardings: Any = None) -> Any:
-    """Returns the target of each leaf: where `shardings`, or else `like`, says."""
+def targets(like: Any, shardings: Any = None) -> list[Target]:
+    """Returns the target of each leaf: where `shardings`, or else `like`, says.
+
+    Raises:
+        TypeError: something is no sharding.
+        ValueError: `shardings` is no prefix of the pytree.
+    """
     places: list[Any] = []
 
     def note(place: Any, part: Any) -> None:
@@ -319,24 +309,93 @@ def targets(like: Any, shardings: Any = None) -> Any:
     except ValueError as error:
         error.add_note("load_state needs `shardings` to be a prefix of the pytree `like`.")
         raise
-    leaves, tree = jtu.tree_flatten_with_path(like)
-    return jtu.tree_unflatten(
-        tree,
-        [_target(jtu.keystr(p), x, place) for (p, x), place in zip(leaves, places, strict=True)],
-    )
+    leaves = jtu.tree_leaves_with_path(like)
+    return [
+        Target(jtu.keystr(path), _name(path), leaf, _place(leaf, place))
+        for (path, leaf), place in zip(leaves, places, strict=True)
+    ]
 
 
-def _target(path: str, like: Any, place: Any) -> Any:
-    if like is ... or isinstance(_storable(like), str):
-        return ocp.RestoreArgs(restore_type=str)
+def _place(like: Any, place: Any) -> Any:
     if type(like) in _NUMBERS or (place is None and isinstance(like, np.ndarray | np.generic)):
-        place = np
-    elif place is None and getattr(like, "committed", True):
-        place = like.sharding
-    return Target(restore_type=jax.Array, path=path, like=like, place=place)
+        return np
+    if place is None and getattr(like, "committed", True):
+        return getattr(like, "sharding", None)
+    return place
 
 
-def _read(database: Database, names: Sequence[str], args: Sequence[Target]) -> list[Any]:
+def load(directory: Any, like: Any, wanted: Sequence[Target]) -> Any:
+    """Reads a pytree, each array in the process that it goes to.
+
+    Orbax itself would compare and copy the tree several times, which takes longer than to read
+    many small arrays.
+
+    Raises:
+        ValueError: the checkpoint is of another tree, or damaged.
+        OSError: it cannot be read.
+    """
+    index = json.loads((directory / "_METADATA").read_text())
+    stored = {
+        ".".join(str(key["key"]) for key in entry["key_metadata"]): entry["value_metadata"]
+        for entry in index["tree_metadata"].values()
+    }
+    kinds = {n: own["value_type"] for n, own in stored.items() if not own["skip_deserialize"]}
+    _check_names(wanted, kinds)
+    texts = {}
+    if any(kinds.get(target.name) == "string" for target in wanted):
+        texts = json.loads((directory / "_strings.json").read_text())
+    leaves = [_kept(t, texts[t.name]) if t.name in texts else t.like for t in wanted]
+    numbers = [n for n, t in enumerate(wanted) if t.name not in texts and t.like is not ...]
+    ocdbt = (directory / "manifest.ocdbt").exists()
+    database = Database(str(directory), bool(index.get("use_zarr3")), ocdbt)
+    arrays = _read(database, [wanted[n] for n in numbers])
+    for number, array in zip(numbers, arrays, strict=True):
+        leaves[number] = array
+    return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
+
+
+def _check_names(wanted: Sequence[Target], kinds: Mapping[str, str]) -> None:
+    """Checks that a checkpoint has the leaves of a tree.
+
+    Raises:
+        ValueError: a leaf is in one of them only, or is text in one of them only.
+    """
+    paths = {target.name: target.path for target in wanted}
+    lacking = [path for name, path in paths.items() if name not in kinds]
+    more = [name for name in kinds if name not in paths]
+    if lacking or more:
+        raise ValueError(
+            f"The checkpoint is of another tree than `like`: it lacks {_some(lacking)}, and has "
+            f"{_some(more)} besides. Pass a `like` built as the tree that was saved."
+        )
+    for target in wanted:
+        stored = kinds[target.name]
+        text = isinstance(_storable(target.like), str)
+        if target.like is not ... and text != (stored == "string"):
+            raise ValueError(
+                f"The leaf {target.path} is of kind {stored} in the checkpoint, and "
+                f"{target.like!r} in `like`. Pass a `like` built as the tree that was saved."
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5) or "nothing"
+
+
+def _kept(target: Target, found: str) -> Any:
+    """Returns text that was read; for a static leaf that of `like`, if that has the same name."""
+    like = target.like
+    if isinstance(like, str) or like is ...:
+        return like if like is ... else found
+    if (name := _storable(like)) != found:
+        raise ValueError(
+            f"The leaf {target.path} is {found} in the checkpoint, and {name} in `like`. Pass "
+            f"a `like` built as the tree that was saved."
+        )
+    return like
+
+
+def _read(database: Database, wanted: Sequence[Target]) -> list[Any]:
     """Reads arrays, each in the process that it goes to."""
     local: list[tuple[Source, Any, bool]] = []
     remote: list[tuple[RemoteArray, Source]] = []
@@ -353,16 +412,16 @@ def _read(database: Database, names: Sequence[str], args: Sequence[Target]) -> l
         remote.append((array, source))
         return lambda: array
 
-    for name, arg in zip(names, args, strict=True):
-        source = Source(name, arg.path, _type_of(arg.like))
-        if isinstance(arg.place, StackedSharding):
-            _check_rows(source, arg.place)
-            each = zip(arg.place.intervals, arg.place.parts, strict=True)
-            parts = [note(arg.like, dataclasses.replace(source, rows=r), p) for r, p in each]
+    for target in wanted:
+        source = Source(target.name, target.path, _type_of(target.like))
+        if isinstance(target.place, StackedSharding):
+            _check_rows(source, target.place)
+            each = zip(target.place.intervals, target.place.parts, strict=True)
+            parts = [note(target.like, dataclasses.replace(source, rows=r), p) for r, p in each]
             finish.append(lambda parts=parts: StackedArray([part() for part in parts]))
         else:
-            whole = note(arg.like, source, arg.place)
-            finish.append(lambda whole=whole, like=arg.like: _number(whole(), like))
+            whole = note(target.like, source, target.place)
+            finish.append(lambda whole=whole, like=target.like: _number(whole(), like))
     mesh = _one_mesh([array.mesh for array, _ in remote])
     items: dict[int, list[Any]] = defaultdict(list)
     for array, source in remote:

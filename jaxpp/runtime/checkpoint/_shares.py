@@ -10,6 +10,7 @@ Functions whose first argument is the rank's process are run there by `mesh.appl
 
 import dataclasses
 import errno
+import functools
 import math
 import os
 import re
@@ -87,20 +88,22 @@ class Database:
 
 
 def snapshot(
-    process: Any, number: int, items: Sequence[tuple[str, int, int]]
+    process: Any, number: int, items: Sequence[tuple[str, int, int]], copy: bool
 ) -> list[tuple[str, Box]]:
-    """Copies arrays of a rank to the host; the copies stay until their number is dropped.
+    """Copies or views arrays of a rank on the host; this stays until its number is dropped.
 
     Args:
         process: the rank's.
         number: the copies go by this number among the rank's arrays.
         items: the name of each array in the checkpoint, its number, and its first row there.
+        copy: whether to copy them where a view would do.
 
     Returns:
         The names and boxes of the copies.
     """
     arrays = process.wait_for([own for _, own, _ in items])
-    shares = to_shares((name, a, row) for (name, _, row), a in zip(items, arrays, strict=True))
+    own = [(name, a, row) for (name, _, row), a in zip(items, arrays, strict=True)]
+    shares = to_shares(own, copy)
     process.arrays[number] = shares
     return boxes_of(shares)
 
@@ -129,11 +132,14 @@ def read(process: Any, database: Database, items: Sequence[tuple[int, Source, An
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def to_shares(arrays: Iterable[tuple[str, Any, int]]) -> list[Share]:
-    """Copies the shares of arrays that this process holds, each once, to the host.
+def to_shares(arrays: Iterable[tuple[str, Any, int]], copy: bool) -> list[Share]:
+    """Copies or views the shares of arrays that this process holds, each once, on the host.
+
+    A view of an array of JAX keeps its memory from being donated.
 
     Args:
         arrays: the name of each array, its value, and its first row in the array of that name.
+        copy: whether to copy what is on the host, which may change then.
     """
     parts: list[tuple[str, tuple[int, ...], Any]] = []
 
@@ -152,13 +158,16 @@ def to_shares(arrays: Iterable[tuple[str, Any, int]]) -> list[Share]:
                 data: Any = jax.random.key_data(shard.data) if key else shard.data
                 data.copy_to_host_async()
                 note(name, data, shard.index, row)
-    return [(name, offset, _copied(data)) for name, offset, data in parts]
+    # What is on another kind of device is copied to the host in any case.
+    on_host = np.array if copy else np.asarray
+    return [
+        (name, offset, on_host(data) if _is_on_host(data) else np.asarray(data))
+        for name, offset, data in parts
+    ]
 
 
-def _copied(array: Any) -> np.ndarray:
-    on_host = not isinstance(array, jax.Array) or any(d.platform == "cpu" for d in array.devices())
-    # An array of another kind of device has been copied to the host already.
-    return np.array(array) if on_host else np.asarray(array)
+def _is_on_host(array: Any) -> bool:
+    return not isinstance(array, jax.Array) or any(d.platform == "cpu" for d in array.devices())
 
 
 def boxes_of(shares: Iterable[Share]) -> list[tuple[str, Box]]:
@@ -206,7 +215,11 @@ def write_shares(
     kvstore = {
         "driver": "ocdbt",
         "base": _base(f"{directory}/{DATABASE}{writer}"),
-        "config": {"max_inline_value_bytes": INLINE_BYTES, "manifest_kind": "single"},
+        "config": {
+            "max_inline_value_bytes": INLINE_BYTES,
+            "manifest_kind": "single",
+            "compression": None,
+        },
         "assume_config": True,
     }
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
@@ -296,14 +309,14 @@ def read_arrays(database: Database, items: Sequence[tuple[Source, Any, bool]]) -
             for box in dict.fromkeys(layout.values())
         }  # fmt: skip
         reading.append((layout, boxes))
-    arrays = []
-    for (source, place, weak), (layout, boxes) in zip(items, reading, strict=True):
-        hosts = {
+    hosts = [
+        {
             box: _restored(_result(future, database, source), source.type.host_dtype)
             for box, future in boxes.items()
         }
-        arrays.append(_assemble(source.part, place, weak, layout, hosts))
-    return arrays
+        for (source, _, _), (_, boxes) in zip(items, reading, strict=True)
+    ]
+    return _assemble(items, [layout for layout, _ in reading], hosts)
 
 
 def _result(future: Any, database: Database, source: Source) -> Any:
@@ -328,8 +341,10 @@ def _check_type(store: Any, source: Source) -> None:
     wanted = dataclasses.replace(source.type, kind=None)
     stored = ArrayType(wanted.host_shape, _stored_dtype(wanted.host_dtype))
     there = str(ArrayType(tuple(store.shape), store.dtype.name))
-    metadata = store.spec(retain_context=False).to_json().get("metadata", {})
-    told = metadata.get("attributes", {}).get("type")  # not in what others have saved
+    told = None
+    if store.dtype.name in ("uint8", "uint32", "bool"):  # as which other types are stored, too
+        metadata = store.spec(retain_context=False).to_json().get("metadata", {})
+        told = metadata.get("attributes", {}).get("type")  # not in what others have saved
     if str(wanted) != told if told else str(stored) != there:
         raise ValueError(
             f"The leaf {source.path} is {told or there} in the checkpoint, and {wanted} in `like`. "
@@ -350,22 +365,33 @@ def _layout(kind: ArrayType, place: Any) -> dict[Any, Box]:
 
 
 def _assemble(
-    kind: ArrayType,
-    place: Any,
-    weak: bool,
-    layout: Mapping[Any, Box],
-    hosts: Mapping[Box, np.ndarray],
-) -> Any:
-    if place is np or kind.host_dtype == jax.dtypes.float0:  # which no device has
-        return np.require(next(iter(hosts.values())), requirements="W")
+    items: Sequence[tuple[Source, Any, bool]],
+    layouts: Sequence[Mapping[Any, Box]],
+    hosts: Sequence[Mapping[Box, np.ndarray]],
+) -> list[Any]:
+    """Puts boxes on the devices of their places, all in one call, and joins them to arrays."""
+    moving: list[tuple[np.ndarray, Any]] = []
+    for (source, place, _), layout, own in zip(items, layouts, hosts, strict=True):
+        if not _stays_on_host(source, place):
+            memory = getattr(place, "memory_kind", None)
+            moving += [(own[b], d and sharding_in(d, (), memory)) for d, b in layout.items()]
     with jax.enable_x64(True):  # else 64-bit dtypes are narrowed
-        memory = getattr(place, "memory_kind", None)
-        parts: list[Any] = [
-            jax.device_put(hosts[box], device and sharding_in(device, (), memory))
-            for device, box in layout.items()
-        ]
-        if kind.key is not None:
-            parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
+        moved = iter(jax.device_put([host for host, _ in moving], [to for _, to in moving]))
+    return [
+        np.require(next(iter(own.values())), requirements="W")
+        if _stays_on_host(source, place)
+        else _joined(source.part, place, weak, [next(moved) for _ in layout])
+        for (source, place, weak), layout, own in zip(items, layouts, hosts, strict=True)
+    ]
+
+
+def _stays_on_host(source: Source, place: Any) -> bool:
+    return place is np or source.type.host_dtype == jax.dtypes.float0  # which no device has
+
+
+def _joined(kind: ArrayType, place: Any, weak: bool, parts: list[Any]) -> Any:
+    if kind.key is not None:
+        parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
     array = parts[0] if place is None else joined(kind.shape, place, parts)
     if not weak:
         return array
@@ -392,6 +418,7 @@ def _check_shared(directory: str) -> None:
         )
 
 
+@functools.cache
 def _stored_dtype(dtype: np.dtype) -> str:
     """Returns the name of the dtype in the file.
 

@@ -100,14 +100,15 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
         ...     jaxpp.load_state(f"{directory}/7", state)["step"]
         7
     """
-    checkpointer, args, place = _checkpointer(), save_args(tree), _absolute(path)
+    args, place, handler = save_args(tree), _absolute(path), _handler()
     new, old = _beside(place)
     _clean(place)
     there = place.exists()
     if there and not (overwrite and (place / _IS_ORBAX).exists()):
         raise FileExistsError(errno.EEXIST, _WHY[overwrite], str(place))
     try:
-        with checkpointer:
+        # This waits until all is written, so that nothing is donated meanwhile.
+        with handler.ocp.Checkpointer(handler.StateHandler(copy=False)) as checkpointer:
             # Orbax itself would remove the old one first.
             checkpointer.save(new if there else place, args=args)
     except BaseException:
@@ -156,13 +157,12 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
         ...     jaxpp.load_state(f"{directory}/1", {"w": jax.ShapeDtypeStruct((3,), "float32")})
         {'w': Array([0., 1., 2.], dtype=float32)}
     """
-    checkpointer, place = _checkpointer(), _absolute(path)
-    _handler().check_format(place)
+    handler, place = _handler(), _absolute(path)
+    handler.check_format(place)
     there = [p for p in (place, _beside(place)[1]) if (p / _IS_ORBAX).exists()]
     if not there:
         raise FileNotFoundError(errno.ENOENT, "There is no checkpoint", str(place))
-    with checkpointer:
-        return checkpointer.restore(there[0], args=restore_args(like, shardings))
+    return handler.load(there[0], like, handler.targets(like, shardings))
 
 
 #: The file by which a directory is known as a checkpoint of Orbax.
@@ -198,11 +198,6 @@ def _handler() -> Any:
     from jaxpp.runtime.checkpoint import _handler
 
     return _handler
-
-
-def _checkpointer() -> "ocp.Checkpointer":
-    handler = _handler()
-    return handler.ocp.Checkpointer(handler.StateHandler())
 
 
 def _absolute(path: str | os.PathLike[str]) -> Any:
