@@ -9,7 +9,7 @@ import jax
 
 from jaxpp.runtime.arrays import Home, own_share, spans, to_host
 from jaxpp.runtime.executor import Executor, RankStep, find_invalid
-from jaxpp.runtime.remote._call import Given, Held, Input, Loaded, Moved, Part, Source
+from jaxpp.runtime.remote._call import Given, Input, Kept, Loaded, Moved, Part, Source
 from jaxpp.runtime.remote._failure import Failure, Lost
 from jaxpp.runtime.remote._feed import Loader
 from jaxpp.runtime.remote._pickled import Pickled, load_serialized, serialize
@@ -153,17 +153,17 @@ class Rank:
 
     def _input(self, source: Source, make: Input) -> Any:
         match source:
-            case Held(array):
+            case Kept(array):
                 return make.resplit(self.arrays[array])
             case Given(data):
                 return make(data)
-            case Moved(message):
+            case Moved(message=message):
                 return self.transport.receive(message)[0]
             case Loaded(batch, leaf):
                 self.feeds = True
-                found = self.loader.take(batch, leaf, make.array_type, self.home, make.spec)
+                found = self.loader.take(batch, leaf, make.array_type)
                 self.feeds = False
-                return found
+                return make.of_loaded(found)
 
     def take_results(self, step: int, first: int) -> None:
         """Keeps the results of a step that has been dispatched; the first one has that number."""
