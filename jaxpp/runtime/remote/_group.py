@@ -104,11 +104,6 @@ class WorkerGroup:
 
     # ---- the workers ----------------------------------------------------------------------------
 
-    @property
-    def hellos(self) -> list[Hello]:
-        """The workers' descriptions of themselves."""
-        return [member.hello for member in self.members if member.hello is not None]
-
     def workers(self, rank: int) -> list[int]:
         """Returns the numbers of the workers that have a rank, by their order in the rank."""
         return [member.worker for member in self.members if rank in member.ranks]
@@ -136,8 +131,9 @@ class WorkerGroup:
     def warn_of_platform(self) -> None:
         """Warns once where the workers' platform is not this process's; it starts JAX here."""
         if not self._warned:
-            self._warned = True
-            warn_of_platform(jax.default_backend(), self.hellos[0].platform)
+            self._warned, first = True, self.members[0].hello
+            assert first is not None
+            warn_of_platform(jax.default_backend(), first.platform)
 
     # ---- calls ----------------------------------------------------------------------------------
 

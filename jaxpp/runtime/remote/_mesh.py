@@ -133,13 +133,9 @@ class RemoteMpmdMesh:
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
         self._group = group = WorkerGroup(settings, self._describe)
-        # Executables name devices by numbers. These may differ between ranks where
-        # `jax.distributed` joins processes; then ranks do not share executables.
-        many = group.ranks_per_process
-        kinds = [(h.node, h.device, n) for h in group.hellos for n in range(many)]
-        library = Library(range(self.num_ranks) if processes_per_rank > 1 else kinds, group.put)
+        library = Library(group.put)
         #: A rank of each process, by which traces reach it.
-        self.first_ranks = range(0, axes.num_ranks, many)
+        self.first_ranks = range(0, axes.num_ranks, group.ranks_per_process)
         feeds = Feeds(self._types_of, group.put)
         self._arrays = Arrays(self, group)
         self._steps = Steps(self._arrays, group, library, feeds)

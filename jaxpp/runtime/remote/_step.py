@@ -69,12 +69,8 @@ class Steps:
         lack = [member for member in group.members if step not in member.steps]
         if not lack:  # as in every call but the first
             return
-        ranks = sorted({rank for member in lack for rank in member.ranks})
-        compile = group.by_worker(library.compilings(step, ranks))
-        compiling = group.send(Process.compile, {w: (own,) for w, own in compile.items()})
-        compiling.values()
-        first = {rank: compiling.references[group.workers(rank)[0]] for rank in ranks}
-        load = group.by_worker(library.loadings(step, first))
+        ranks = {rank for member in lack for rank in member.ranks}
+        load = group.by_worker({rank: library.loading(step, rank) for rank in ranks})
         group.send(Process.load, {w: (own,) for w, own in load.items()}).values()
         for member in lack:
             member.steps.add(step)
