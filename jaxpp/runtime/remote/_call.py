@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, Copier, Home, from_host, sharding_in
+from jaxpp.runtime.arrays import ArrayType, Copier, Home, from_host, sharding_in, spans, to_host
 
 #: Settings that a call takes from its caller: they are no part of the traced step.
 CHECKS = ("debug_nans", "debug_infs")
@@ -20,8 +20,8 @@ LARGE = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """An input that the rank holds: the array of that number."""
+class Kept:
+    """An input that the rank keeps: the array of that number."""
 
     array: int
 
@@ -40,8 +40,9 @@ class Given:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """An input that another rank sends before the step."""
+    """An input that another rank sends before the step: there, the array of that number."""
 
+    array: int
     message: Message
 
 
@@ -53,15 +54,7 @@ class Loaded:
     leaf: int
 
 
-Source = Held | Given | Moved | Loaded
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """What a rank sends before the step: the array of that number."""
-
-    array: int
-    message: Message
+Source = Kept | Given | Moved | Loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +63,12 @@ class Part:
 
     Args:
         inputs: where each input of its program comes from.
-        sends: what it sends before the step.
+        sends: the inputs of other ranks that it sends before the step.
         dropped: numbers of arrays that this call consumes, or that nobody wants any more.
     """
 
     inputs: tuple[Source, ...]
-    sends: tuple[Move, ...]
+    sends: tuple[Moved, ...]
     dropped: tuple[int, ...]
 
 
@@ -99,7 +92,7 @@ class Call:
 
 
 class Input:
-    """Makes an input of a step from bytes that come with a call, or from an array of this rank.
+    """Makes an input of a step: of bytes, of an array of this rank, or of what it has loaded.
 
     Args:
         array_type: of the input.
@@ -126,6 +119,16 @@ class Input:
         if wanted is None or array.sharding.is_equivalent_to(wanted, array.ndim):
             return array
         return jax.device_put(array, wanted)
+
+    def of_loaded(self, value: Any) -> Any:
+        """Makes the input from an array that this process has loaded, on the host or a device."""
+        # Over several processes `device_put` would compare the values.
+        if isinstance(value, jax.Array) and not spans(self._home):
+            kind = self.array_type.kind
+            return jax.device_put(value, sharding_in(self._home, self.spec, kind))
+        if not isinstance(value, jax.Array):
+            value = np.array(value, self.array_type.host_dtype)
+        return from_host(to_host(value), self.array_type, self._home, self.spec)
 
 
 # ---- values of the user -------------------------------------------------------------------------

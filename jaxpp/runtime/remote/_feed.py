@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
 from jaxpp._program import Fed
-from jaxpp._specs import Spec, type_of
-from jaxpp.runtime.arrays import ArrayType, Home, from_host, sharding_in, spans, to_host
+from jaxpp._specs import type_of
+from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.remote._call import Packed, pack, unpack
 
 
@@ -110,15 +109,13 @@ class Loader:
             batches[batch.number] = found
             self._there.notify_all()
 
-    def take(self, number: int, leaf: int, expected: ArrayType, home: Home, spec: Spec = ()) -> Any:
-        """Returns an array of a batch; waits until the batch has been loaded.
+    def take(self, number: int, leaf: int, expected: ArrayType) -> Any:
+        """Returns an array of a batch, as it was loaded; waits until it has been.
 
         Args:
             number: of the batch.
             leaf: which of its arrays.
             expected: the type that the step was compiled for.
-            home: where it goes.
-            spec: how it is split there, if that is a mesh.
 
         Raises:
             Exception: what the function that loads the batch raised.
@@ -144,11 +141,7 @@ class Loader:
                 f"the first time; a step is compiled for one type: drop what is left of a batch, "
                 f"convert it, or place the step again with another function."
             )
-        if isinstance(value, jax.Array) and spans(home):  # `device_put` would compare the values
-            return from_host(to_host(value), expected, home, spec)
-        if isinstance(value, jax.Array):
-            return jax.device_put(value, sharding_in(home, spec, expected.kind))
-        return from_host(to_host(np.array(value, expected.host_dtype)), expected, home, spec)
+        return value
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forgets batches whose arrays have been taken."""

@@ -19,8 +19,9 @@ from jaxpp.runtime.remote._member import Member
 from jaxpp.runtime.remote._process import LANES, Process
 from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._start import LOOPBACK, Hello, Setup, versions
-from jaxpp.runtime.remote._watch import Watch
+from jaxpp.runtime.remote._watch import POLL, Watch
 from jaxpp.runtime.remote.cluster import (
+    ANSWER_TIMEOUT,
     join_session,
     leave_session,
     ranks_of_a_node,
@@ -35,12 +36,6 @@ from jaxpp.runtime.transport import warn_of_open_ports
 
 #: Calls of steps that may be under way before the next one waits for the oldest.
 IN_FLIGHT = 4
-#: Seconds between two checks of the workers in a wait, and between two chances for a Ctrl-C.
-POLL = 0.2
-#: Seconds that a worker has to end its current work when the mesh is restarted.
-RESET_TIMEOUT = 5.0
-#: Seconds that a worker has to close its connections when the mesh is shut down.
-CLOSING = 2.0
 
 #: Ray's decorator; its overloads do not know its options.
 _remote: Any = ray.remote
@@ -94,6 +89,7 @@ class WorkerGroup:
                 cpus_per_rank=settings.cpus_per_rank,
                 processes_per_rank=settings.processes_per_rank,
                 ranks_per_process=many,
+                timeout=settings.start_timeout,
             )
             every = settings.processes_per_rank
             ranks = [tuple(range(n, n + many)) for n in range(0, settings.num_ranks, many)]
@@ -107,11 +103,6 @@ class WorkerGroup:
             undo.pop_all()
 
     # ---- the workers ----------------------------------------------------------------------------
-
-    @property
-    def hellos(self) -> list[Hello]:
-        """The workers' descriptions of themselves."""
-        return [member.hello for member in self.members if member.hello is not None]
 
     def workers(self, rank: int) -> list[int]:
         """Returns the numbers of the workers that have a rank, by their order in the rank."""
@@ -140,8 +131,9 @@ class WorkerGroup:
     def warn_of_platform(self) -> None:
         """Warns once where the workers' platform is not this process's; it starts JAX here."""
         if not self._warned:
-            self._warned = True
-            warn_of_platform(jax.default_backend(), self.hellos[0].platform)
+            self._warned, first = True, self.members[0].hello
+            assert first is not None
+            warn_of_platform(jax.default_backend(), first.platform)
 
     # ---- calls ----------------------------------------------------------------------------------
 
@@ -204,7 +196,7 @@ class WorkerGroup:
 
     def _reset(self, members: Sequence[Member]) -> None:
         """Empties workers; kills those that are not fit for work soon."""
-        end = time.monotonic() + RESET_TIMEOUT
+        end = time.monotonic() + ANSWER_TIMEOUT
         # All are aborted first: else one would take the reset of another for its loss.
         aborts = Process.abort, "The mesh is restarted."
         for method, arg in (aborts, (Process.reset, self._epoch)):
@@ -231,7 +223,7 @@ class WorkerGroup:
             self._end_calls()
             if ray.is_initialized():  # else the session has gone, and all workers with it
                 fit = {m.worker: () for m in self.members if m.actor and not m.dead}
-                self.send(Process.close, fit).wait(CLOSING)
+                self.send(Process.close, fit).wait(ANSWER_TIMEOUT)
         finally:
             self._kill()
             with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone

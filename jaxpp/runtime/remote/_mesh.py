@@ -71,7 +71,8 @@ class RemoteMpmdMesh:
         heartbeat_timeout: seconds without a sign of life after which a worker counts as lost whose
             process has been stopped, or whose host does not answer. One that runs is never lost for
             being slow, since C code may hold Python's lock.
-        start_timeout: seconds that the cluster has to start the workers.
+        start_timeout: seconds that the cluster has to make room for the workers, if others hold too
+            much of it, and then to start them.
 
     Raises:
         ValueError: the axes are not as above, the cluster cannot hold the ranks, or a worker has
@@ -132,13 +133,9 @@ class RemoteMpmdMesh:
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
         self._group = group = WorkerGroup(settings, self._describe)
-        # Executables name devices by numbers. These may differ between ranks where
-        # `jax.distributed` joins processes; then ranks do not share executables.
-        many = group.ranks_per_process
-        kinds = [(h.node, h.device, n) for h in group.hellos for n in range(many)]
-        library = Library(range(self.num_ranks) if processes_per_rank > 1 else kinds, group.put)
+        library = Library(group.put)
         #: A rank of each process, by which traces reach it.
-        self.first_ranks = range(0, axes.num_ranks, many)
+        self.first_ranks = range(0, axes.num_ranks, group.ranks_per_process)
         feeds = Feeds(self._types_of, group.put)
         self._arrays = Arrays(self, group)
         self._steps = Steps(self._arrays, group, library, feeds)
@@ -258,8 +255,8 @@ class RemoteMpmdMesh:
             Exception: what the function raised on a rank.
             RankError: a rank has failed.
         """
-        started = self._start(function, args, ordered, 1).values()
-        return {rank: unpack(own) for found in started.values() for rank, own in found.items()}
+        found = self._start(function, args, ordered, 1).results()
+        return {rank: own[0] for rank, own in found.items()}
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
@@ -268,11 +265,11 @@ class RemoteMpmdMesh:
 
         `.results()` waits; it returns, by rank, a list of what each process gave.
         """
-        return Applied(self._start(function, args, ordered, self.processes_per_rank))
+        return self._start(function, args, ordered, self.processes_per_rank)
 
     def _start(
         self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
-    ) -> Any:
+    ) -> "Applied":
         """Starts a function in the first processes of some ranks."""
         packed = {rank: pack((function, *own)) for rank, own in args.items()}
         method = Process.apply_in_order if ordered else Process.apply
@@ -281,7 +278,7 @@ class RemoteMpmdMesh:
             self.flush()
             each = self._group.by_worker(packed).items()
             first = {w: (own,) for w, own in each if self._group.members[w].process < processes}
-            return self._group.send(method, first)
+            return Applied(self._group.send(method, first))
 
     def _types_of(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns the types of the arrays that a function loads, in a rank."""

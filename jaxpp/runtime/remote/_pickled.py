@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax.experimental import serialize_executable
 
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._program import Computation
-from jaxpp.runtime.arrays import Home, devices_of
+from jaxpp.runtime.arrays import Home
 from jaxpp.runtime.executor import Copier, copies, lower
 
 #: JAX's settings under which a computation is lowered: those that it was traced under. With
@@ -124,31 +123,3 @@ def _without_rules(jaxpr: jex.ClosedJaxpr) -> Any:
     if constants:
         return _compat.make_closed_jaxpr(flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
     return _compat.with_equations(jaxpr, eqns, flat.jaxpr.outvars)
-
-
-def serialize(compiled: Any) -> bytes | None:
-    """Returns a compiled computation as bytes, for processes of the same host and kind of device.
-
-    None where the backend cannot serialise it, or where JAX's persistent cache is on: on CPU an
-    executable from that cache, serialised again, loads but fails when it is called.
-    """
-    config: Any = jax.config
-    if isinstance(compiled, Copier):
-        return None
-    if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
-        return None
-    try:
-        return pickle.dumps(serialize_executable.serialize(compiled))
-    except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
-        return None
-
-
-def load_serialized(payload: bytes, home: Home) -> Any | None:
-    """Loads bytes from `serialize` on devices of this process; None where the backend cannot."""
-    try:
-        loaded = serialize_executable.deserialize_and_load(
-            *pickle.loads(payload), execution_devices=list(devices_of(home))
-        )
-        return _compat.taking_narrow(loaded)
-    except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
-        return None

@@ -21,7 +21,7 @@ from jaxpp.runtime.executor import Dispatcher
 from jaxpp.runtime.remote._call import Call, Packed, pack, unpack
 from jaxpp.runtime.remote._failure import Failed, Failure, Lost
 from jaxpp.runtime.remote._feed import Batch
-from jaxpp.runtime.remote._programs import Compiling, Loading
+from jaxpp.runtime.remote._programs import Loading
 from jaxpp.runtime.remote._rank import Rank
 from jaxpp.runtime.remote._start import Hello, Setup, start_ranks
 from jaxpp.runtime.transport import (
@@ -116,8 +116,9 @@ class Process:
     def have(self, transport: Any, process: int, get: Callable[[Any], Any]) -> None:
         """Makes the ranks that have a way to others."""
         self.transport, transport.on_failure = transport, self._transport_failed
+        compiled: dict[int, Any] = {}
         for rank, home in transport.homes.items():
-            own = (rank, process, home, transport, self._changed, self.fail, get)
+            own = (rank, process, home, transport, self._changed, self.fail, get, compiled)
             self.ranks[rank] = Rank(*own)
 
     @lane("control")
@@ -170,14 +171,6 @@ class Process:
             dispatcher.run(
                 lambda executor, chunk: recorder.execute(executor, chunk, call.number, call.step)
             )
-
-    @in_order
-    def compile(self, compiling: Mapping[int, Compiling]) -> dict[int, bytes]:
-        """Compiles computations for each rank; returns those that other workers want."""
-        found: dict[int, bytes] = {}
-        for rank, own in compiling.items():
-            found |= self._told(rank, self.ranks[rank].compile, own)
-        return found
 
     @in_order
     def load(self, loadings: Mapping[int, Loading]) -> None:

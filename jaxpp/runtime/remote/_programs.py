@@ -2,8 +2,7 @@
 
 import dataclasses
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from jaxpp import _compat, _jaxprs
@@ -15,19 +14,6 @@ from jaxpp.runtime.remote._pickled import Pickled
 
 #: The number of calls whose steps are remembered: of more than a worker may have under way.
 REMEMBERED = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiling:
-    """The computations that a rank compiles before steps are loaded.
-
-    Args:
-        pickled: references to them in Ray's store, by number.
-        shared: those of them that other ranks want, too.
-    """
-
-    pickled: Mapping[int, Any]
-    shared: Collection[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +29,6 @@ class Loading:
         pickled: references to these computations in Ray's store, by those numbers.
         constants: slots, types and bytes of the program's constants.
         turns: the ranks in the order in which pieces of their programs are dispatched.
-        compiled: references to the answers of those that compile something for this rank.
     """
 
     step: int
@@ -53,7 +38,6 @@ class Loading:
     pickled: Mapping[int, Any]
     constants: tuple[tuple[int, ArrayType, Any], ...]
     turns: tuple[int, ...]
-    compiled: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +58,11 @@ class Library:
     """The program library: all steps of a mesh, and their computations, each kept once.
 
     Args:
-        kinds: for each rank something that is equal where ranks can share executables.
         put: puts a value into Ray's store, and returns the reference.
     """
 
-    def __init__(self, kinds: Sequence[Any], put: Callable[[Any], Any]):
-        self._kinds, self._put = kinds, put
+    def __init__(self, put: Callable[[Any], Any]):
+        self._put = put
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
         self._pickled: dict[int, Pickled] = {}
@@ -118,32 +101,10 @@ class Library:
 
     # ---- to the workers -------------------------------------------------------------------------
 
-    def compilings(self, step: int, ranks: Sequence[int]) -> dict[int, Compiling]:
-        """Divides the computations of a step among ranks that load it, each for one of a kind."""
-        found = self._steps[step]
-        wanted: dict[tuple[Any, int], list[int]] = defaultdict(list)
-        for rank in ranks:
-            for number in _numbers(found, rank):
-                wanted[self._kinds[rank], number].append(rank)
-        own: dict[int, list[int]] = {rank: [] for rank in ranks}
-        for (_, number), alike in sorted(wanted.items(), key=lambda item: -self._size(item[0][1])):
-            own[min(alike, key=lambda rank: sum(map(self._size, own[rank])))].append(number)
-        return {
-            rank: Compiling(
-                self._references(numbers),
-                {n for n in numbers if len(wanted[self._kinds[rank], n]) > 1},
-            )
-            for rank, numbers in own.items()
-        }
-
-    def loadings(self, step: int, answers: Mapping[int, Any]) -> dict[int, Loading]:
-        """Makes the loadings of ranks, from the references to what each of them has compiled."""
-        return {rank: self._loading(step, rank, answers) for rank in answers}
-
-    def _loading(self, step: int, rank: int, answers: Mapping[int, Any]) -> Loading:
+    def loading(self, step: int, rank: int) -> Loading:
+        """Makes the loading of a step for a rank."""
         found = self._steps[step]
         program = found.programs[rank]
-        kind = self._kinds[rank]
         return Loading(
             step,
             dataclasses.replace(program, constants=tuple((s, None) for s, _ in program.constants)),
@@ -152,12 +113,7 @@ class Library:
             self._references(_numbers(found, rank)),
             tuple((s, ArrayType.of(x), to_host(x)) for s, x in program.constants),
             found.turns,
-            tuple(a for r, a in answers.items() if r != rank and self._kinds[r] == kind),
         )
-
-    def _size(self, number: int) -> int:
-        """Estimates how long a computation takes to compile, by its bytes."""
-        return len(self._pickled[number].payload)
 
     def _references(self, numbers: Collection[int]) -> dict[int, Any]:
         for number in numbers:

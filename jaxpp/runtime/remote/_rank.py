@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 
-from jaxpp.runtime.arrays import Home, own_share, spans, to_host
+from jaxpp import _compat
+from jaxpp.runtime.arrays import Home, devices_of, own_share, spans, to_host
 from jaxpp.runtime.executor import Executor, RankStep, find_invalid
-from jaxpp.runtime.remote._call import Given, Held, Input, Loaded, Moved, Part, Source
+from jaxpp.runtime.remote._call import Given, Input, Kept, Loaded, Moved, Part, Source
 from jaxpp.runtime.remote._failure import Failure, Lost
 from jaxpp.runtime.remote._feed import Loader
-from jaxpp.runtime.remote._pickled import Pickled, load_serialized, serialize
-from jaxpp.runtime.remote._programs import Compiling, Loading
+from jaxpp.runtime.remote._pickled import Pickled
+from jaxpp.runtime.remote._programs import Loading
 
 
 class RankArrays(dict[int, Any]):
@@ -55,6 +56,7 @@ class Rank:
         changed: notified when arrays come or the process fails.
         fail: called with the rank and an error when the process is to fail.
         get: gives the value of a reference into Ray's store.
+        compiled: what the ranks of the process have compiled, each once, by number.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Rank:
         changed: threading.Condition,
         fail: Callable[[BaseException, int], Failure],
         get: Callable[[Any], Any],
+        compiled: dict[int, Any],
     ):
         self.rank, self.process, self.home, self.transport = rank, process, home, transport
         self.arrays = RankArrays(changed)
@@ -75,6 +78,7 @@ class Rank:
         #: Tells whether the step waits for a batch that this rank loads itself.
         self.feeds = False
         self._changed, self._fail, self._get = changed, fail, get
+        self._compiled = compiled
         self._executables: dict[int, _Executable] = {}
         #: For each step its executor, and for each input of the program what makes it.
         self._steps: dict[int, tuple[Executor, tuple[Input, ...]]] = {}
@@ -82,28 +86,11 @@ class Rank:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    def compile(self, compiling: Compiling) -> dict[int, bytes]:
-        """Compiles computations; returns those that others want, where the backend can share."""
-        found = {}
-        for number, reference in compiling.pickled.items():
-            if number not in self._executables:
-                own: Pickled = self._get(reference)
-                self._executables[number] = _Executable(own.compile(self.home), own)
-            if number in compiling.shared:
-                payload = serialize(self._executables[number].call)
-                found |= {} if payload is None else {number: payload}
-        return found
-
     def load(self, loading: Loading) -> RankStep:
         """Makes what the rank has of a step."""
-        lacks = {n: r for n, r in loading.pickled.items() if n not in self._executables}
-        compiled: dict[int, bytes] = {}
-        for reference in loading.compiled if lacks else ():
-            compiled |= self._get(reference)
-        for number, reference in lacks.items():
-            own = self._get(reference)
-            call = number in compiled and load_serialized(compiled[number], self.home)
-            self._executables[number] = _Executable(call or own.compile(self.home), own)
+        for number, reference in loading.pickled.items():
+            if number not in self._executables:
+                self._executables[number] = self._compile(number, self._get(reference))
         known = [n if n is None else self._executables[n] for n in loading.computations]
 
         def find(computation: int, args: Sequence[Any]) -> str | None:
@@ -120,6 +107,14 @@ class Rank:
             find,
         )
 
+    def _compile(self, number: int, pickled: Pickled) -> _Executable:
+        """Compiles a computation, or loads what another rank of the process has compiled."""
+        first = self._compiled.get(number)
+        call = first and _compat.load_on_devices(first, devices_of(self.home))
+        call = call or pickled.compile(self.home)
+        self._compiled.setdefault(number, call)
+        return _Executable(call, pickled)
+
     def keep(self, loading: Loading, executor: Executor) -> None:
         """Keeps the executor of a step that has been loaded."""
         made = tuple(Input(type_, self.home, spec) for type_, spec in loading.inputs)
@@ -134,6 +129,7 @@ class Rank:
         self._steps.pop(step, None)
         for number in computations:
             self._executables.pop(number, None)
+            self._compiled.pop(number, None)
 
     def send(self, part: Part) -> None:
         """Sends what other ranks read before a step."""
@@ -153,17 +149,17 @@ class Rank:
 
     def _input(self, source: Source, make: Input) -> Any:
         match source:
-            case Held(array):
+            case Kept(array):
                 return make.resplit(self.arrays[array])
             case Given(data):
                 return make(data)
-            case Moved(message):
+            case Moved(message=message):
                 return self.transport.receive(message)[0]
             case Loaded(batch, leaf):
                 self.feeds = True
-                found = self.loader.take(batch, leaf, make.array_type, self.home, make.spec)
+                found = self.loader.take(batch, leaf, make.array_type)
                 self.feeds = False
-                return found
+                return make.of_loaded(found)
 
     def take_results(self, step: int, first: int) -> None:
         """Keeps the results of a step that has been dispatched; the first one has that number."""

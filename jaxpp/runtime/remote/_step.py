@@ -18,9 +18,8 @@ from jaxpp.runtime.remote._call import (
     CHECKS,
     Call,
     Given,
-    Held,
+    Kept,
     Loaded,
-    Move,
     Moved,
     Part,
     Source,
@@ -70,12 +69,8 @@ class Steps:
         lack = [member for member in group.members if step not in member.steps]
         if not lack:  # as in every call but the first
             return
-        ranks = sorted({rank for member in lack for rank in member.ranks})
-        compile = group.by_worker(library.compilings(step, ranks))
-        compiling = group.send(Process.compile, {w: (own,) for w, own in compile.items()})
-        compiling.values()
-        first = {rank: compiling.references[group.workers(rank)[0]] for rank in ranks}
-        load = group.by_worker(library.loadings(step, first))
+        ranks = {rank for member in lack for rank in member.ranks}
+        load = group.by_worker({rank: library.loading(step, rank) for rank in ranks})
         group.send(Process.load, {w: (own,) for w, own in load.items()}).values()
         for member in lack:
             member.steps.add(step)
@@ -212,12 +207,12 @@ class RemoteStep:
 
     def _plan(
         self, args: Sequence[Any]
-    ) -> tuple[dict[tuple[int, int], Move], dict[int, list[int]]]:
+    ) -> tuple[dict[tuple[int, int], Moved], dict[int, list[int]]]:
         """Finds what ranks send before the step, and the donated arrays that each rank drops.
 
         What is sent is by the argument, and the rank that reads it.
         """
-        moves: dict[tuple[int, int], Move] = {}
+        moves: dict[tuple[int, int], Moved] = {}
         dropped: dict[int, list[int]] = {p.rank: [] for p in self.bundle.programs}
         tags = itertools.count(-1, -1)
         for n, (own, arg) in enumerate(zip(self.bundle.arguments, args, strict=True)):
@@ -230,7 +225,7 @@ class RemoteStep:
                     message = Message(
                         next(tags), source, rank, names, ("argument",), (own.aval,), specs
                     )
-                    moves[n, rank] = Move(arg.id, message)
+                    moves[n, rank] = Moved(arg.id, message)
             if own.donated:
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
@@ -254,14 +249,14 @@ def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:
 
 
 def _source(
-    n: int, arg: Any, rank: int, values: Mapping[int, Any], moves: Mapping[tuple[int, int], Move]
+    n: int, arg: Any, rank: int, values: Mapping[int, Any], moves: Mapping[tuple[int, int], Moved]
 ) -> Source:
     """Says where a rank finds the n-th argument of a call."""
     if isinstance(arg, Fed):
         return Loaded(arg.batch.number, arg.index)
     if not isinstance(arg, RemoteArray):
         return values[n]
-    return Held(arg.id) if rank in arg.ranks else Moved(moves[n, rank].message)
+    return Kept(arg.id) if rank in arg.ranks else moves[n, rank]
 
 
 def _ranks_of(pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[tuple[int, ...]]:

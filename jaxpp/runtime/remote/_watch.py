@@ -19,13 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxpp.runtime.remote._failure import Death, Failed, Failure, RankError, judge
 from jaxpp.runtime.remote._process import Process
+from jaxpp.runtime.remote.cluster import ANSWER_TIMEOUT
 
 #: Seconds between two heartbeats.
 BEAT = 0.5
-#: Seconds that another host has to tell of a process: a task of Ray has to start there.
-LOOK = 5.0
-#: Seconds between two looks of a thread that waits for the error; a Ctrl-C may come in between.
-POLL = 0.01
+#: Seconds between two looks of a thread that waits for a worker; a Ctrl-C may come in between.
+POLL = 0.05
 #: The most lines of a dead worker's output that its error has.
 LINES = 8
 
@@ -97,7 +96,7 @@ class Watch:
         self._closed = True
         self._events.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2.0)
+            self._thread.join(ANSWER_TIMEOUT)
 
     def _ended(self, worker: int, living: Any) -> None:
         """Takes the end of a worker's `live`, on a thread of Ray's."""
@@ -203,7 +202,7 @@ def _on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
     options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-    return ray.get(task.options(**options).remote(*args), timeout=LOOK)
+    return ray.get(task.options(**options).remote(*args), timeout=ANSWER_TIMEOUT)
 
 
 def end_stopped(pid: int) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.remote._call import pack
+from jaxpp.runtime.remote._call import Input, pack
 from jaxpp.runtime.remote._feed import Batch, Loader
 
 
@@ -14,7 +14,7 @@ def taken(load, expected, leaf=0):
     """An array that `load(7)` gives, as a rank takes it for a step."""
     loader = Loader(lambda reference: reference)
     loader.load(Batch(0, 0, pack(load), pack(7)))
-    return loader.take(0, leaf, expected, jax.devices()[0])
+    return Input(expected, jax.devices()[0], ()).of_loaded(loader.take(0, leaf, expected))
 
 
 @pytest.mark.parametrize("array", [np.arange(4.0), np.arange(4, dtype=np.float32), jnp.arange(4.0)])

@@ -23,7 +23,7 @@ def cubes(w, x):
 @pytest.fixture
 def library():
     """The program cache of two ranks, with the steps of both losses: numbers 0 and 3."""
-    library = Library(["a", "a"], lambda value: value)
+    library = Library(lambda value: value)
     mesh = jaxpp.MpmdMesh((2,), devices=jax.devices()[:1] * 2)
     for loss in (squares, cubes):
         grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 2)

@@ -18,7 +18,7 @@ import jaxpp
 from benchmarks import faults
 from experiments.models import gpt
 from jaxpp._program import Run
-from tests.runtime.local.test_mesh import batch, init_params, loss_fn, start, step_of, tied_loss
+from tests.runtime.local.test_mesh import batch, init_params, start, step_of, tied_loss
 
 
 @pytest.fixture(scope="module")
@@ -314,30 +314,6 @@ def test_a_trace_has_all_that_the_ranks_ran_and_sent(mesh, tmp_path):
     assert (tmp_path / "trace" / "timeline.json").exists()
     with pytest.raises(RuntimeError, match="not traced"):
         mesh.stop_trace()
-
-
-def test_what_several_ranks_run_is_compiled_by_one_of_them():
-    from jaxpp.runtime.remote._pickled import Pickled, load_serialized, serialize
-    from jaxpp.runtime.remote._programs import Library
-
-    deep = jaxpp.place(step_of(lambda params, x: loss_fn([*params, params[1]], x)), local(4))
-    bundle = deep.lower(*start(), batch()).bundle
-    for kinds, shares in ((["host"] * 4, True), (range(4), False)):
-        library = Library(kinds, lambda value: value)
-        number = library.add(bundle)
-        compilings = library.compilings(number, range(4))
-        compiled = [(kinds[r], n) for r, own in compilings.items() for n in own.pickled]
-        assert len(compiled) == len(set(compiled))
-        loadings = library.loadings(number, {rank: f"of {rank}" for rank in range(4)})
-        for rank, loading in loadings.items():
-            assert loading.compiled == tuple(f"of {r}" for r in range(4) if r != rank and shares)
-            mine, every = compilings[rank].pickled.keys(), loading.pickled.keys()
-            others = {n for r in range(4) if shares for n in compilings[r].shared}
-            assert every - mine <= others, "what it does not compile itself, another shares"
-        assert any(own.shared for own in compilings.values()) == shares
-
-    payload = serialize(Pickled.of(bundle.computations[0]).compile(jax.devices()[0]))
-    assert payload and load_serialized(payload, jax.devices()[0])
 
 
 def kept(mesh):

@@ -136,3 +136,28 @@ def test_a_death_is_of_all_ranks_of_the_process(mesh):
 def test_bad_numbers_are_refused_before_anything_starts(options, message):
     with pytest.raises(ValueError, match=message):
         jaxpp.RemoteMpmdMesh((4,), **options)
+
+
+def counting(rank):
+    """Counts from now on what JAX compiles in the process."""
+    counts = os.compilations = []  # pyright: ignore
+
+    def note(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            counts.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+
+
+def compilations(rank):
+    return len(os.compilations), set(rank._executables)  # pyright: ignore
+
+
+@pytest.mark.more
+def test_a_computation_of_several_ranks_is_compiled_once_in_a_process(ray_session):
+    with jaxpp.RemoteMpmdMesh((4,), ranks_per_process=4) as mesh:
+        mesh.apply(counting, {0: ()})
+        jaxpp.place(step_of(), mesh).lower(*begin(), batch()).compile()
+        found = mesh.apply(compilations, {rank: () for rank in range(4)})
+        numbers = [own for _, own in found.values()]
+        assert found[3][0] == len(set.union(*numbers)) < sum(map(len, numbers))

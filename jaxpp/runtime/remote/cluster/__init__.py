@@ -9,5 +9,6 @@ from jaxpp.runtime.remote.cluster._places import ranks_of_a_node as ranks_of_a_n
 from jaxpp.runtime.remote.cluster._places import release_places as release_places
 from jaxpp.runtime.remote.cluster._places import renew_places as renew_places
 from jaxpp.runtime.remote.cluster._places import reserve_places as reserve_places
+from jaxpp.runtime.remote.cluster._session import ANSWER_TIMEOUT as ANSWER_TIMEOUT
 from jaxpp.runtime.remote.cluster._session import join_session as join_session
 from jaxpp.runtime.remote.cluster._session import leave_session as leave_session

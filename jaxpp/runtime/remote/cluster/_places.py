@@ -14,9 +14,6 @@ from ray.util.placement_group import (
 
 from jaxpp.runtime.remote.cluster._session import Session, answers, reopen_session
 
-#: Seconds to wait for resources that another mesh or task holds, before an error.
-RESERVE_TIMEOUT = 15.0
-
 #: CPUs of a worker in a session of our own, where cores are not counted: any number of workers fit.
 UNCOUNTED_CPU = 0.001
 
@@ -66,7 +63,7 @@ def reserve_places(
     cpus_per_rank: float | None = None,
     processes_per_rank: int = 1,
     ranks_per_process: int = 1,
-    timeout: float = RESERVE_TIMEOUT,
+    timeout: float = 60.0,
     lost: Sequence[str] = (),
 ) -> Reservation:
     """Reserves room for all workers of a mesh at once, or for none.

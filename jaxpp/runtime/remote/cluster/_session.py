@@ -16,8 +16,9 @@ import ray.util.client
 from jaxpp._warn import warn
 from jaxpp.runtime.remote._interrupts import uninterrupted
 
-#: Seconds within which a part of a session accepts a connection; Ray itself tries for minutes.
-CONNECT_TIMEOUT = 3.0
+#: Seconds within which a part of a session, or a worker that is called outside a step, has to
+#: answer; Ray itself tries for minutes.
+ANSWER_TIMEOUT = 5.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,7 +110,7 @@ def answers(address: str) -> bool:
     """Tells whether something accepts connections at `host:port`."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT).close()
     except (OSError, ValueError):
         return False
     return True
