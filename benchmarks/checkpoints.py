@@ -99,7 +99,7 @@ def work(place: str, case: str, directory: str) -> None:
     finally:
         shutil.rmtree(folder)
         if mesh is not None:
-            mesh.close()
+            mesh.shutdown()
 
 
 if __name__ == "__main__":

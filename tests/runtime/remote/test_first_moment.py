@@ -1,5 +1,7 @@
 """What a user gets wrong about a session or a worker is said at once."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import psutil
@@ -20,6 +22,10 @@ def test_without_gpus_the_error_says_how_ranks_run_on_cpu(ray_session):
         jaxpp.RemoteMpmdMesh((2,), gpus_per_rank=1)
 
 
+def pid_of(rank):
+    return os.getpid()
+
+
 def test_a_process_shows_its_rank_and_the_end_of_a_feed_names_the_feed(ray_session):
     def end(number):
         if number > 1:
@@ -27,8 +33,8 @@ def test_a_process_shows_its_rank_and_the_end_of_a_feed_names_the_feed(ray_sessi
         return two_layers.X
 
     with jaxpp.RemoteMpmdMesh((2,)) as mesh:
-        named = {h.pid: " ".join(psutil.Process(h.pid).cmdline()) for h in mesh._group.hellos}
-        shown = [named[hello.pid] for hello in mesh._group.hellos]
+        pids = mesh.apply(pid_of, {0: (), 1: ()}).values()
+        shown = [" ".join(psutil.Process(pid).cmdline()) for pid in pids]
         assert all(f"jaxpp_rank_{rank}" in text for rank, text in enumerate(shown)), shown
         step = jaxpp.place(two_layers.scheduled(), mesh, feed={1: end})
         message = "the function that feeds the step.*StopIteration"
