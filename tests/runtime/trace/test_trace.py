@@ -15,6 +15,7 @@ import jaxpp
 from jaxpp._program import Run
 from jaxpp.runtime.trace._assemble import assemble
 from jaxpp.runtime.trace._clock import Offset
+from jaxpp.runtime.trace._recorder import Recorder
 from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
 from tests.helpers import assert_same, mesh_of
 from tests.runtime.trace import steps
@@ -244,7 +245,8 @@ def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
     assert mesh._tracing.recorder is None
 
 
-def test_a_call_that_fails_leaves_the_others(tmp_path):
+@pytest.mark.parametrize("times", ["profile", "waits"])
+def test_a_call_that_fails_leaves_the_others(tmp_path, times):
     def fail(x):
         if np.asarray(x).max() > 100:
             raise ValueError("too large")
@@ -259,7 +261,7 @@ def test_a_call_that_fails_leaves_the_others(tmp_path):
     loop = jaxpp.microbatch(jaxpp.wrap_forward(loss), steps.MICROBATCHES)
     step = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.ForwardOnly()), mesh)
     params = steps.params_of(2)
-    mesh.start_trace(tmp_path)
+    mesh.start_trace(tmp_path, times=times)
     step(params, steps.batch())
     with pytest.raises(Exception, match="too large"):
         jax.block_until_ready(step([params[0], 1e6 * params[1]], steps.batch()))
@@ -269,6 +271,20 @@ def test_a_call_that_fails_leaves_the_others(tmp_path):
         trace.timeline(1)
     step(params, steps.batch())  # the mesh is well, and no error waits for the next test
     jax.effects_barrier()
+
+
+def test_what_a_thread_sees_fail_is_an_error_of_the_trace():
+    class Failed:
+        def block_until_ready(self):
+            raise RuntimeError("too large\nand more")
+
+    recorder = Recorder(waits=True)
+    recorder._wait("a way", MessageRecord(0, 1, 2, 2), Failed())
+    recorder._wait("a way", MessageRecord(0, 2, 3, 3), jnp.ones(2))
+    records = recorder.stop()
+    assert records.errors == ("too large",)
+    (copied,) = records.sent
+    assert copied == records.received[0] and copied.tag == 2 and copied.end > copied.start
 
 
 def test_the_timeline_of_a_call_has_the_order_of_the_table(plain):
