@@ -6,6 +6,7 @@ take turns, so that a busy machine slows both, and the ratio says more than the 
     python -m benchmarks.checkpoints --other=/path/to/another/tree
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -72,21 +73,11 @@ def work(place: str, case: str, directory: str) -> None:
     count, width = map(int, case.split("x"))
     arrays = [jnp.zeros((width, width)) + jnp.float32(number) for number in range(count)]
     folder = tempfile.mkdtemp(dir=directory or None)
-    mesh = None
-    if place == "workers":
-
-        def loss(weights, x):
-            for weight in weights:
-                x = jnp.tanh(x @ weight)
-            return jnp.mean(x**2)
-
-        mesh = jaxpp.RemoteMpmdMesh((2,))
-        split = jaxpp.wrap_forward(jaxpp.split_stages(loss, 2))
-        gradient = jaxpp.microbatch(jax.value_and_grad(split), 2)
-        step = jaxpp.place(jaxpp.schedule(gradient, jaxpp.schedules.OneFOneB()), mesh)
-        _, arrays = step(arrays, jnp.ones((2, width)))
-    jax.block_until_ready(arrays)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        if place == "workers":
+            arrays = on_workers(stack.enter_context(jaxpp.RemoteMpmdMesh((2,))), arrays)
+        jax.block_until_ready(arrays)
         for number, _ in enumerate(sys.stdin):
             path = f"{folder}/{number}"
             started = time.perf_counter()
@@ -96,10 +87,24 @@ def work(place: str, case: str, directory: str) -> None:
             loaded = time.perf_counter()
             shutil.rmtree(path)
             print(f"times {saved - started} {loaded - saved}", flush=True)
-    finally:
-        shutil.rmtree(folder)
-        if mesh is not None:
-            mesh.shutdown()
+
+
+def on_workers(mesh, weights):
+    """Returns gradients of weights, which a step leaves with the ranks of a mesh."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxpp
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    split = jaxpp.wrap_forward(jaxpp.split_stages(loss, 2))
+    gradient = jaxpp.microbatch(jax.value_and_grad(split), 2)
+    step = jaxpp.place(jaxpp.schedule(gradient, jaxpp.schedules.OneFOneB()), mesh)
+    return step(weights, jnp.ones((2, len(weights[0]))))[1]
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def kill_at_random(directory, saver, seed):
         assert_is_tree_of(manager.restore(latest, args=restore_args(tree(0))), latest)
         for step in set(manager.all_steps()) - {latest}:
             # Orbax may have been removing it: then it is an error, and never other numbers.
-            with contextlib.suppress(ValueError, FileNotFoundError):
+            with contextlib.suppress(ValueError, FileNotFoundError, KeyError):
                 assert_is_tree_of(manager.restore(step, args=restore_args(tree(0))), step)
     last = directory / "last"
     if last.exists():
@@ -133,7 +133,7 @@ def test_a_loop_killed_at_random_goes_on_from_its_last_checkpoint(tmp_path, save
         kill_at_random(tmp_path, saver, seed)
     save_state(tmp_path / "last", tree(0), overwrite=True)
     assert {p.name for p in tmp_path.iterdir()} == {"run", "last"}
-    assert all(name.isdigit() for name in os.listdir(tmp_path / "run")), "leftovers of kills"
+    assert [n for n in os.listdir(tmp_path / "run") if not n.isdigit()] == [], "leftovers of kills"
 
 
 @pytest.mark.more
