@@ -27,7 +27,7 @@ SETTINGS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pickled:
     """A computation as bytes.
 

@@ -88,10 +88,8 @@ class Steps:
             self.group.send(Process.drop, {worker: (own,) for worker, own in args.items()})
 
     def restart(self) -> None:
-        """Notes that all arrays and the trace are lost, and that Ray's store may be another."""
+        """Notes that all arrays and the trace are lost."""
         self.arrays.restart()
-        self.library.forget_stored()
-        self.feeds.forget_stored()
         self.tracing = None
 
 
