@@ -152,6 +152,13 @@ class WorkerGroup:
             each = {w: self.members[w].call(method, *own, **how) for w, own in args.items()}
         return Pending(self.members, self._watch, each)
 
+    def send_by_rank(
+        self, method: Callable[..., Any], by_rank: Mapping[int, Any], *first: Any
+    ) -> "Pending":
+        """Calls a method on the workers of some ranks, with what is for their ranks as the last."""
+        own = self.by_worker(by_rank).items()
+        return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
+
     def send_steps(self, calls: Mapping[int, Any]) -> None:
         """Calls a step on all workers, and counts the call as under way."""
         self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
