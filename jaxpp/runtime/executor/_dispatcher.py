@@ -73,17 +73,17 @@ class Dispatcher:
         self.late = frozenset().union(*(_sent_before_donated(r.program, r.donated) for r in ranks))
         self._running: Executor | None = None
 
-    def run(self, execute: Callable[[Executor, Chunk], None] = Executor.execute) -> None:
+    def run(self, execute: Callable[[Executor, Chunk], None] | None = None) -> None:
         """Dispatches the step; its inputs are in their slots.
 
         An error leaves `at` where it was raised.
 
         Args:
-            execute: lets an executor run some instructions in order.
+            execute: lets an executor run some instructions in order; `Executor.execute` by default.
         """
         for executor, chunk in self._runs:
             self._running = executor
-            execute(executor, chunk)
+            (execute or Executor.execute)(executor, chunk)
         self._running = None
 
     @property
