@@ -30,8 +30,8 @@ from jaxpp.runtime.arrays._stacked import StackedSharding as StackedSharding
 from jaxpp.runtime.arrays._stacked import StackedStep as StackedStep
 from jaxpp.runtime.arrays._stacked import put_together as put_together
 from jaxpp.runtime.arrays._stacked import with_stacked as with_stacked
+from jaxpp.runtime.arrays._types import ArrayMaker as ArrayMaker
 from jaxpp.runtime.arrays._types import ArrayType as ArrayType
-from jaxpp.runtime.arrays._types import Copier as Copier
 from jaxpp.runtime.arrays._types import from_host as from_host
 from jaxpp.runtime.arrays._types import host_array as host_array
 from jaxpp.runtime.arrays._types import is_ready as is_ready

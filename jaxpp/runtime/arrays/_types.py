@@ -215,7 +215,7 @@ def from_host(
     return jax.random.wrap_key_data(array, impl=array_type.key)
 
 
-class Copier:
+class ArrayMaker:
     """Makes arrays, always of the same types, from bytes that may change afterwards.
 
     For small arrays this takes a fraction of the time of `from_host`.
@@ -229,7 +229,7 @@ class Copier:
     Example:
         >>> import jax
         >>> types = ArrayType((3,), "int32"), ArrayType((2,), "bfloat16")
-        >>> Copier(types, (0, 16), jax.devices()[0])(bytes(4 * [1, 0, 0, 0]) + bytes(4 * [64]))
+        >>> ArrayMaker(types, (0, 16), jax.devices()[0])(bytes(4 * [1, 0, 0, 0]) + bytes(4 * [64]))
         [Array([1, 1, 1], dtype=int32), Array([3, 3], dtype=bfloat16)]
     """
 

@@ -79,14 +79,11 @@ class Dispatcher:
         An error leaves `at` where it was raised.
 
         Args:
-            execute: lets an executor run some instructions in order, where it does more than that.
+            execute: lets an executor run some instructions in order; `Executor.execute` by default.
         """
         for executor, chunk in self._runs:
             self._running = executor
-            if execute is None:
-                executor.execute(chunk)
-            else:
-                execute(executor, chunk)
+            (execute or Executor.execute)(executor, chunk)
         self._running = None
 
     @property

@@ -135,7 +135,7 @@ class RemoteArray(ArrayHandle):
 
     def devices(self) -> set[Any]:
         """The devices of the workers that hold the array, as they are known here."""
-        return {RemoteDevice(*own) for own in self._arrays.devices_of(self.ranks)}
+        return self._arrays.devices_of(self.ranks)
 
     def __format__(self, spec: str) -> str:
         return format(np.asarray(self)[()], spec) if self.ndim == 0 else repr(self)

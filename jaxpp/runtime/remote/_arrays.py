@@ -13,7 +13,7 @@ import numpy as np
 from jaxpp import _compat
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, default_device, from_host, host_array, join_shares
-from jaxpp.runtime.remote._array import RemoteArray
+from jaxpp.runtime.remote._array import RemoteArray, RemoteDevice
 from jaxpp.runtime.remote._interrupts import uninterrupted
 from jaxpp.runtime.remote._process import Process
 
@@ -64,14 +64,14 @@ class Arrays:
         #: Held while arrays are asked for, or consumed.
         self.lock = threading.RLock()
 
-    def devices_of(self, ranks: Sequence[int]) -> list[tuple[int, str, str, str]]:
-        """Returns for each worker of some ranks its rank, platform, kind of device, and host."""
-        return [
-            (rank, member.hello.platform, member.hello.device, member.hello.host)
+    def devices_of(self, ranks: Sequence[int]) -> set[RemoteDevice]:
+        """Returns the devices of some ranks."""
+        return {
+            RemoteDevice(rank, own.platform, own.device, own.host)
             for member in self._group.members
-            for rank in member.ranks
-            if rank in ranks and member.hello is not None
-        ]
+            if (own := member.hello) is not None
+            for rank in set(member.ranks).intersection(ranks)
+        }
 
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` successive ids that have not been used."""

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, Copier, Home, from_host, sharding_in, spans, to_host
+from jaxpp.runtime.arrays import ArrayMaker, ArrayType, Home, from_host, sharding_in, spans, to_host
 
 #: Settings that a call takes from its caller: they are no part of the traced step.
 CHECKS = ("debug_nans", "debug_infs")
@@ -103,7 +103,7 @@ class Input:
     def __init__(self, array_type: ArrayType, home: Home, spec: Spec):
         self.array_type, self.spec = array_type, spec
         self._home = home
-        self._copier = Copier((array_type,), (0,), home, (spec,))
+        self._copier = ArrayMaker((array_type,), (0,), home, (spec,))
         split = isinstance(home, Mesh) and array_type.host_dtype != jax.dtypes.float0
         self._sharding = sharding_in(home, spec, array_type.kind) if split else None
 

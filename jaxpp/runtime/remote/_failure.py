@@ -2,6 +2,7 @@
 
 import copyreg
 import dataclasses
+import functools
 import pickle
 import re
 import traceback
@@ -52,11 +53,7 @@ class RankError(RuntimeError):
 
     def __reduce__(self):
         named = {n: getattr(self, n) for n in ("rank", "host", "task", "reason", "process")}
-        return _rank_error, (str(self), named)
-
-
-def _rank_error(message: str, named: dict[str, Any]) -> RankError:
-    return RankError(message, **named)
+        return functools.partial(RankError, **named), (str(self),)
 
 
 _TRACEBACK = "Traceback (most recent call last):"

@@ -22,7 +22,7 @@ class Batch:
     Args:
         number: of the batch.
         load: the number of the function.
-        function: the packed function in Ray's store.
+        function: a reference to the `Function` in Ray's store.
         value: the packed value.
     """
 
@@ -30,6 +30,13 @@ class Batch:
     load: int
     function: Any
     value: Packed
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A packed function that loads batches."""
+
+    packed: Packed
 
 
 #: The functions that a mesh keeps; one that is used again later is described again.
@@ -41,7 +48,7 @@ class Feeds:
 
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
-        put: puts a value into Ray's store, and returns the reference.
+        put: puts a value into Ray's store, once, and returns the reference.
     """
 
     def __init__(
@@ -50,30 +57,22 @@ class Feeds:
         put: Callable[[Any], Any],
     ):
         self._describe, self._put = describe, put
-        #: The functions that are kept, by number, with their types.
-        self._loads: dict[int, tuple[Callable[[Any], Any], Any]] = {}
-        self._stored: dict[int, Any] = {}
+        #: The functions that are kept, by number, as they are and packed, with their types.
+        self._loads: dict[int, tuple[Callable[[Any], Any], Function, Any]] = {}
         self._numbers, self._batches = itertools.count(), itertools.count()
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns placeholders of `load(value)` for the arguments of a call."""
-        number = next((n for n, (own, _) in self._loads.items() if own == load), None)
+        number = next((n for n, (own, *_) in self._loads.items() if own == load), None)
         if number is None:
             types = self._describe(load, value)
             number = next(self._numbers)
-            self._loads[number] = load, types
-            for kept in (self._loads, self._stored):
-                kept.pop(number - KEPT, None)
-        function, types = self._loads[number]
-        if number not in self._stored:
-            self._stored[number] = self._put(pack(function))
-        batch = Batch(next(self._batches), number, self._stored[number], pack(value))
+            self._loads[number] = load, Function(pack(load)), types
+            self._loads.pop(number - KEPT, None)
+        _, function, types = self._loads[number]
+        batch = Batch(next(self._batches), number, self._put(function), pack(value))
         leaves, tree = jtu.tree_flatten(types)
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
-
-    def forget_stored(self) -> None:
-        """Notes that Ray's store may be another one."""
-        self._stored.clear()
 
 
 class Loader:
@@ -98,7 +97,7 @@ class Loader:
         value: Any = "what could not be read"
         try:
             if batch.load not in self._loads:
-                self._loads[batch.load] = unpack(self._get(batch.function))
+                self._loads[batch.load] = unpack(self._get(batch.function).packed)
                 self._loads.pop(batch.load - KEPT, None)
             value = unpack(batch.value)
             found = jtu.tree_leaves_with_path(self._loads[batch.load](value))

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -72,6 +73,8 @@ class WorkerGroup:
         self._epoch = 0
         #: For each rank where its processes are joined; None where it has but one.
         self._coordinators: list[str | None] = [None] * settings.num_ranks
+        #: References to what is in Ray's store, by the value.
+        self._stored: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         #: The calls of steps that some rank may not have dispatched yet, the oldest first.
         self._flying: collections.deque[Pending] = collections.deque()
         with contextlib.ExitStack() as undo:
@@ -149,6 +152,13 @@ class WorkerGroup:
             each = {w: self.members[w].call(method, *own, **how) for w, own in args.items()}
         return Pending(self.members, self._watch, each)
 
+    def send_by_rank(
+        self, method: Callable[..., Any], by_rank: Mapping[int, Any], *first: Any
+    ) -> "Pending":
+        """Calls a method on the workers of some ranks, with what is for their ranks as the last."""
+        own = self.by_worker(by_rank).items()
+        return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
+
     def send_steps(self, calls: Mapping[int, Any]) -> None:
         """Calls a step on all workers, and counts the call as under way."""
         self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
@@ -161,10 +171,12 @@ class WorkerGroup:
                 self._flying.popleft().values()
             self.check()
 
-    @staticmethod
-    def put(value: Any) -> Any:
-        """Puts a value into Ray's store; returns the reference, which keeps it there."""
-        return ray.put(value)
+    def put(self, value: Any) -> Any:
+        """Puts a value into Ray's store, where it stays while it lives; returns the reference."""
+        reference = self._stored.get(value)
+        if reference is None:
+            reference = self._stored[value] = ray.put(value)
+        return reference
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -179,6 +191,7 @@ class WorkerGroup:
             RuntimeError: a new one did not start; then all have ended, and it may be tried again.
         """
         self._end_calls()
+        self._stored.clear()  # the session, and its store, may be new
         self._epoch += 1
         room = renew_places(self._session, self._reservation)
         lost, self._reservation = room is not self._reservation, room

@@ -27,17 +27,15 @@ SETTINGS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pickled:
     """A computation as bytes.
 
     Args:
-        name: of the computation.
         donated: the positions of the arguments whose memory it may take.
         payload: the pickled computation, and JAX's settings.
     """
 
-    name: str
     donated: tuple[int, ...]
     payload: bytes
 
@@ -55,7 +53,7 @@ class Pickled:
             payload = _pickle((own, settings))
         except Exception as error:
             raise _refusal(own, error) from error
-        return Pickled(computation.name, computation.donated, payload)
+        return Pickled(computation.donated, payload)
 
     def compile(self, home: Home) -> Any:
         """Lowers and compiles the computation for devices of this process."""

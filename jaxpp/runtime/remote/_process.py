@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -223,7 +223,7 @@ class Process:
     # ---- at any time ----------------------------------------------------------------------------
 
     @lane("batches")
-    def load_batch(self, batch: Batch, ranks: Sequence[int]) -> None:
+    def load_batch(self, batch: Batch, ranks: Iterable[int]) -> None:
         """Loads a batch for some ranks."""
         for rank in ranks:
             self.ranks[rank].loader.load(batch)

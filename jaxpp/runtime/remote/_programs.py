@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpp import _compat, _jaxprs
@@ -58,7 +58,7 @@ class Library:
     """The program library: all steps of a mesh, and their computations, each kept once.
 
     Args:
-        put: puts a value into Ray's store, and returns the reference.
+        put: puts a value into Ray's store, once, and returns the reference.
     """
 
     def __init__(self, put: Callable[[Any], Any]):
@@ -66,7 +66,6 @@ class Library:
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
         self._pickled: dict[int, Pickled] = {}
-        self._stored: dict[int, Any] = {}
         #: Whether a computation has had effects, such as a print.
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
@@ -110,20 +109,10 @@ class Library:
             dataclasses.replace(program, constants=tuple((s, None) for s, _ in program.constants)),
             tuple(found.inputs[n] for n, _ in program.inputs),
             found.computations[rank],
-            self._references(_numbers(found, rank)),
+            {n: self._put(self._pickled[n]) for n in _numbers(found, rank)},
             tuple((s, ArrayType.of(x), to_host(x)) for s, x in program.constants),
             found.turns,
         )
-
-    def _references(self, numbers: Collection[int]) -> dict[int, Any]:
-        for number in numbers:
-            if number not in self._stored:
-                self._stored[number] = self._put(self._pickled[number])
-        return {number: self._stored[number] for number in numbers}
-
-    def forget_stored(self) -> None:
-        """Notes that Ray's store may be another one."""
-        self._stored.clear()
 
     def remove(self, step: int) -> None:
         """Notes that a step is not called any more; `removals` tells the ranks."""
@@ -141,9 +130,8 @@ class Library:
             }
             unused = {n for own in gone[number].values() for n in own}
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
-            for kept in (self._pickled, self._stored):
-                for n in unused & kept.keys():
-                    del kept[n]
+            for n in unused:
+                del self._pickled[n]
         return gone
 
     # ---- names in the user's words --------------------------------------------------------------

@@ -62,16 +62,15 @@ class Steps:
         group, library = self.group, self.library
         with uninterrupted():
             for number, unused in library.removals().items():
-                args = group.by_worker(unused)
-                group.send(Process.unload, {w: (number, own) for w, own in args.items()})
-                for worker in args:
-                    group.members[worker].steps.discard(number)
+                group.send_by_rank(Process.unload, unused, number)
+                for member in group.members:
+                    member.steps.discard(number)
         lack = [member for member in group.members if step not in member.steps]
         if not lack:  # as in every call but the first
             return
         ranks = {rank for member in lack for rank in member.ranks}
-        load = group.by_worker({rank: library.loading(step, rank) for rank in ranks})
-        group.send(Process.load, {w: (own,) for w, own in load.items()}).values()
+        loadings = {rank: library.loading(step, rank) for rank in ranks}
+        group.send_by_rank(Process.load, loadings).values()
         for member in lack:
             member.steps.add(step)
 
@@ -84,14 +83,11 @@ class Steps:
         """Tells the ranks at once which arrays they may drop; else the next call tells them."""
         with self.group.order, uninterrupted():
             released = {r: own for r, own in enumerate(self.arrays.releases()) if own}
-            args = self.group.by_worker(released)
-            self.group.send(Process.drop, {worker: (own,) for worker, own in args.items()})
+            self.group.send_by_rank(Process.drop, released)
 
     def restart(self) -> None:
-        """Notes that all arrays and the trace are lost, and that Ray's store may be another."""
+        """Notes that all arrays and the trace are lost."""
         self.arrays.restart()
-        self.library.forget_stored()
-        self.feeds.forget_stored()
         self.tracing = None
 
 
@@ -202,8 +198,7 @@ class RemoteStep:
             if isinstance(arg, Fed):
                 readers.setdefault(arg.batch.number, (arg.batch, set()))[1].update(ranks)
         for batch, ranks in readers.values():
-            args_of = group.by_worker(dict.fromkeys(ranks))
-            group.send(Process.load_batch, {w: (batch, tuple(own)) for w, own in args_of.items()})
+            group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
 
     def _plan(
         self, args: Sequence[Any]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from jaxpp._program import Message
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
+    ArrayMaker,
     ArrayType,
-    Copier,
     Home,
     boxes_here,
     devices_of,
@@ -88,7 +88,7 @@ class Unpacker:
         self.at_once = self.nbytes > SMALL
         self._places = [slice(at, at + t.nbytes) for at, t in zip(starts, sent, strict=True)]
         small = not self._shared and self.nbytes <= SMALL
-        self._copier = Copier(types, starts, home, specs) if small else None
+        self._copier = ArrayMaker(types, starts, home, specs) if small else None
 
     @staticmethod
     def of(message: Message, home: Home) -> "Unpacker":

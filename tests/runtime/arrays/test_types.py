@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpp.runtime.arrays._homes import sharding_in
-from jaxpp.runtime.arrays._types import ArrayType, Copier, from_host, to_host
+from jaxpp.runtime.arrays._types import ArrayMaker, ArrayType, from_host, to_host
 from tests.helpers import assert_same
 from tests.runtime.transport.ranks import failing_array
 
@@ -75,7 +75,7 @@ def mesh_of_four():
 def check_split(array, spec):
     """To a mesh by both ways, and back."""
     home, kind, data = mesh_of_four(), ArrayType.of(array), to_host(array)
-    (copied,) = Copier((kind,), (0,), home, (spec,))(data)
+    (copied,) = ArrayMaker((kind,), (0,), home, (spec,))(data)
     for back in (from_host(aligned(data), kind, home, spec), copied):
         assert_same(back, array)
         assert back.sharding.is_equivalent_to(sharding_in(home, spec), array.ndim)

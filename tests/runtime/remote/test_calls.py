@@ -61,9 +61,8 @@ def noted(rank):
 def process() -> Any:
     """A process of one rank, 3, which takes down what it runs instead."""
     process = Process((3,))
-    process.have(
-        mock.Mock(homes={3: jax.devices()[0]}, recorder=None), 0, lambda reference: reference
-    )
+    transport = mock.Mock(homes={3: jax.devices()[0]}, recorder=None)
+    process.have(transport, 0, lambda reference: reference)
     rank: Any = process.ranks[3]
     rank.send, rank.feed, rank.take_results = mock.Mock(), mock.Mock(), mock.Mock()
     process._steps[0] = mock.Mock(at=None)

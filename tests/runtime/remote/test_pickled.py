@@ -200,7 +200,7 @@ READER = """
 import hashlib, pickle, sys
 from tests.runtime.remote import test_pickled
 for name, (payload, platform) in pickle.load(sys.stdin.buffer).items():
-    read = test_pickled.Pickled("F0", (), payload).computation()
+    read = test_pickled.Pickled((), payload).computation()
     text = test_pickled.text_of(read, platform)
     print(name, hashlib.sha256(text.encode()).hexdigest(), sep=":")
 """
