@@ -171,6 +171,8 @@ class SocketTransport:
         self._changed = threading.Condition()
         #: Tells whether a thread reads. A byte on `_bell` wakes it.
         self._pumping = self._closed = False
+        #: How many threads wait for what the threads of connections do.
+        self._waiting = 0
         self._bell, self._heard = socket.socketpair()
         self._bell.setblocking(False)
         self._begin_epoch(0)
@@ -241,6 +243,16 @@ class SocketTransport:
 
     # ---- reading, by who waits ------------------------------------------------------------------
 
+    def _pump_sends(self, over: Callable[[], bool]) -> None:
+        """Waits for sends, as `_pump` does; who sends wakes this thread."""
+        with self._changed:
+            self._waiting += 1
+        try:
+            self._pump(over)
+        finally:
+            with self._changed:
+                self._waiting -= 1
+
     def _pump(self, over: Callable[[], bool]) -> None:
         """Waits until it is over, and reads what comes meanwhile; the only place that waits."""
         with self._changed:
@@ -262,7 +274,7 @@ class SocketTransport:
                     self._changed.notify_all()
 
     def _wake(self) -> None:
-        """Wakes the thread that reads; the caller holds the lock."""
+        """Wakes the thread that reads, which tells others; the caller holds the lock."""
         if self._pumping:
             with contextlib.suppress(OSError):  # it has bytes enough
                 self._bell.send(b"!")
@@ -443,7 +455,8 @@ class SocketTransport:
                 del act  # it would hold the values while the thread waits for the next one
                 with self._changed:
                     peer.unsent -= 1
-                    self._wake()
+                    if self._waiting:
+                        self._wake()
 
     def _attempt(self, peer: _Peer, act: Callable[[], None]) -> None:
         """Writes to a rank, or pulls from it; notes an error, which later calls raise."""
@@ -466,7 +479,8 @@ class SocketTransport:
                     peer.unread[number] -= 1
                     if not peer.unread[number]:
                         del peer.unread[number]
-                self._wake()
+                if self._waiting:
+                    self._wake()
         start = time.monotonic_ns()
         send_frame(peer.link.connection, item.header, values)
         if self.recorder is not None:
@@ -502,7 +516,7 @@ class SocketTransport:
             self._check()
             return self.near.receive(message)
         if self._unsent > self._run_ahead:
-            self._pump(lambda: self._unsent <= self._run_ahead or self._error is not None)
+            self._pump_sends(lambda: self._unsent <= self._run_ahead or self._error is not None)
         if key not in self._mail:
             self._pump(lambda: key in self._mail or self._ended(source))
         arrived = self._mail.pop(key, None)
@@ -522,7 +536,7 @@ class SocketTransport:
 
     @property
     def _unsent(self) -> int:
-        return sum(peer.unsent for peer in self._peers.values())
+        return sum([peer.unsent for peer in self._peers.values()])
 
     def settle(self, arrays: list[Any]) -> None:
         """Waits until the sends have read the values of some arrays.
@@ -533,7 +547,7 @@ class SocketTransport:
         unread = [peer.unread for peer in self._peers.values() if peer.unread]
         if unread:
             numbers = list(map(id, arrays))
-            self._pump(
+            self._pump_sends(
                 lambda: (
                     self._error is not None or not any(n in own for own in unread for n in numbers)
                 )
@@ -545,7 +559,7 @@ class SocketTransport:
         Raises:
             Aborted: if the transport was aborted, or a value to send could not be computed.
         """
-        self._pump(lambda: not self._unsent or self._error is not None)
+        self._pump_sends(lambda: not self._unsent or self._error is not None)
         self._check()
 
     # ---- failure, and the end -------------------------------------------------------------------
