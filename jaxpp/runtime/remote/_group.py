@@ -219,7 +219,9 @@ class WorkerGroup:
                 ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)
             for member in members:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(asked[member.worker], timeout=0)
+                    found = ray.get(asked[member.worker], timeout=0)
+                    if method is Process.reset and member.hello is not None:
+                        member.hello = dataclasses.replace(member.hello, addresses=found)
                     continue
                 member.kill()
             members = [member for member in members if not member.dead]

@@ -26,6 +26,7 @@ from jaxpp.runtime.remote._rank import Rank
 from jaxpp.runtime.remote._start import Hello, Setup, start_ranks
 from jaxpp.runtime.transport import (
     Aborted,
+    Addresses,
     NotComputed,
     PeerLost,
     free_port,
@@ -208,8 +209,12 @@ class Process:
         self._noting(None, jax.effects_barrier)
 
     @in_order
-    def reset(self, epoch: int) -> None:
-        """Makes the process, which has been aborted, fit for work again, without its arrays."""
+    def reset(self, epoch: int) -> Addresses:
+        """Makes the process, which has been aborted, fit for work again, without its arrays.
+
+        Returns:
+            Where the others connect to it from now on.
+        """
         _compat.forget_effects()
         for rank in self.ranks.values():
             rank.reset()
@@ -219,6 +224,7 @@ class Process:
         self.transport.recorder = None
         self.transport.reset(epoch)
         self._end = concurrent.futures.Future()
+        return self.transport.addresses
 
     # ---- at any time ----------------------------------------------------------------------------
 

@@ -53,6 +53,11 @@ class Header(NamedTuple):
     source: int
     nbytes: int
 
+    @staticmethod
+    def at(data: memoryview, start: int) -> "Header":
+        """Reads the header that starts somewhere in some bytes."""
+        return Header(*_HEADER.unpack_from(data, start))
+
     def pack(self) -> bytes:
         """Returns the bytes of the header."""
         return _HEADER.pack(*self)
@@ -136,29 +141,6 @@ def to_send(header: Header, arrays: Sequence[Bytes]) -> list[Bytes]:
     return [b"".join(pieces)] if header.nbytes <= SMALL else pieces
 
 
-def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes]) -> None:
-    """Sends a message: `arrays` are the bytes of each array.
-
-    Raises:
-        OSError: if the connection ends first.
-    """
-    send_pieces(connection, to_send(header, arrays))
-
-
-def send_pieces(connection: socket.socket, pieces: list[Bytes]) -> None:
-    """Sends bytes one after the other; waits until the connection has taken all.
-
-    Args:
-        connection: what nobody else writes to meanwhile.
-        pieces: the bytes, none of them empty; the list is emptied.
-
-    Raises:
-        OSError: if the connection ends first.
-    """
-    while pieces:
-        send_some(connection, pieces, 0)
-
-
 def send_some(
     connection: socket.socket, pieces: list[Bytes], flags: int = socket.MSG_DONTWAIT
 ) -> None:
@@ -173,8 +155,3 @@ def send_some(
         sent -= len(pieces.pop(0))
     if sent:
         pieces[0] = memoryview(pieces[0])[sent:]
-
-
-def header_in(data: memoryview) -> Header | None:
-    """Reads the header at the start of some bytes; None where not all of it is there."""
-    return Header(*_HEADER.unpack_from(data)) if len(data) >= HEADER_SIZE else None

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import select
 import socket
 import struct
 import sys
@@ -30,8 +29,6 @@ Kind = Literal["auto", "unix", "tcp"]
 HANDSHAKE_TIMEOUT = 5.0
 #: Seconds that a read waits for the rest of a large message before it looks around.
 READ_TIMEOUT = 0.05
-#: The number of connections that may be without the other end's proof; one more ends the oldest.
-MOST_HANDSHAKES = 256
 #: The number of connections that the system accepts ahead.
 _BACKLOG = 1024
 #: The epoch and the first rank of the process that connects.
@@ -78,42 +75,6 @@ def host_identity() -> str:
         return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def reach(source: int, target: int, peer: Addresses, kind: Kind = "auto") -> socket.socket:
-    """Opens a connection to a process, before any handshake.
-
-    Args:
-        source: the rank that connects, for errors.
-        target: the rank that it connects to.
-        peer: the addresses of that rank.
-        kind: the sort of connection; by default a Unix socket on one host, else TCP.
-
-    Raises:
-        PeerLost: nobody is there.
-        TransportError: it cannot be reached from this host.
-    """
-    local = peer.host == host_identity()
-    if not local and peer.tcp[0] in _LOOPBACK:
-        raise TransportError(
-            f"Rank {target} is on another host than rank {source} and listens only for "
-            f"processes of its own host; give its transport the address of its host."
-        )
-    unix = kind == "unix" or (kind == "auto" and local and peer.unix is not None)
-    try:
-        if not unix:
-            return socket.create_connection(peer.tcp, HANDSHAKE_TIMEOUT)
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(HANDSHAKE_TIMEOUT)
-        try:
-            connection.connect(peer.unix or b"")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-    except OSError as error:
-        where = "its Unix socket" if unix else f"{peer.tcp[0]} port {peer.tcp[1]}"
-        raise PeerLost(target, f"{where} does not answer ({error})") from error
-
-
 def connect(
     epoch: int, source: int, target: int, peer: Addresses, secret: bytes, kind: Kind = "auto"
 ) -> socket.socket:
@@ -129,32 +90,49 @@ def connect(
 
     Raises:
         PeerLost: nobody is there.
-        TransportError: the other end does not know the secret, or is in another epoch.
+        TransportError: the other end does not know the secret, is in another epoch, or cannot be
+            reached from this host.
     """
-    connection = reach(source, target, peer, kind)
-    try:
-        with _words(connection) as words:
-            answer_challenge(words, secret)
-            deliver_challenge(words, secret)
-            words.send_bytes(_HELLO.pack(epoch, source))
-            answer = words.recv_bytes(1)
-        if answer != _WELCOME:
+    local = peer.host == host_identity()
+    if not local and peer.tcp[0] in _LOOPBACK:
+        raise TransportError(
+            f"Rank {target} is on another host than rank {source} and listens only for "
+            f"processes of its own host; give its transport the address of its host."
+        )
+    unix = kind == "unix" or (kind == "auto" and local and peer.unix is not None)
+    where = "its Unix socket" if unix else f"{peer.tcp[0]} port {peer.tcp[1]}"
+    with contextlib.ExitStack() as failed:
+        try:
+            if unix:
+                connection = failed.enter_context(socket.socket(socket.AF_UNIX))
+                connection.settimeout(HANDSHAKE_TIMEOUT)
+                connection.connect(peer.unix or b"")
+            else:
+                opened = socket.create_connection(peer.tcp, HANDSHAKE_TIMEOUT)
+                connection = failed.enter_context(opened)
+        except OSError as error:
+            raise PeerLost(target, f"{where} does not answer ({error})") from error
+        try:
+            with _words(connection) as words:
+                answer_challenge(words, secret)
+                deliver_challenge(words, secret)
+                words.send_bytes(_HELLO.pack(epoch, source))
+                admitted = words.recv_bytes(1) == _WELCOME
+        except AuthenticationError as error:
+            raise TransportError(
+                f"Rank {target} and rank {source} do not have the same secret."
+            ) from error
+        except (OSError, EOFError) as error:
+            reason = f"it ended the connection before it was open ({error or 'closed'})"
+            raise PeerLost(target, reason) from error
+        if not admitted:
             raise TransportError(
                 f"Rank {target} is not in epoch {epoch}, in which rank {source} is; reset both to "
                 f"the same epoch before they connect."
             )
-        return prepared(connection)
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, AuthenticationError):
-            raise TransportError(
-                f"Rank {target} and rank {source} do not have the same secret."
-            ) from error
-        if isinstance(error, OSError | EOFError):
-            raise PeerLost(
-                target, f"it ended the connection before it was open ({error or 'closed'})"
-            ) from error
-        raise
+        _prepare(connection)
+        failed.pop_all()
+        return connection
 
 
 def _words(connection: socket.socket) -> Connection:
@@ -171,7 +149,7 @@ def _set_timeout(connection: socket.socket, option: int, seconds: float) -> None
     connection.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
-def prepared(connection: socket.socket) -> socket.socket:
+def _prepare(connection: socket.socket) -> None:
     """Prepares a connection: small messages go at once, and a lost host shows within 5 s."""
     _set_timeout(connection, socket.SO_RCVTIMEO, READ_TIMEOUT)
     _set_timeout(connection, socket.SO_SNDTIMEO, 0)
@@ -183,24 +161,21 @@ def prepared(connection: socket.socket) -> socket.socket:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
-    return connection
 
 
 class Door:
-    """Lets the other processes of a mesh in, from `open` to `close`; the addresses stay the same.
+    """Lets the other processes of a mesh in, at addresses of its own, until it is closed.
 
-    Each connection has a thread until it has proved to be a process of the mesh. So one that says
-    nothing, or garbage, holds up nobody; where there are too many the oldest is ended. All of them
-    end when the door is closed.
+    Each connection has a thread until it has proved to be a process of the mesh, or has said
+    nothing for too long. So one that says nothing, or garbage, holds up nobody.
 
     Args:
         name: that of its threads.
         secret: some bytes that all processes of the mesh know.
         address: the address of this host at which other hosts reach it; None listens only for
             processes of this host.
-        admits: called with the epoch and the rank of who has proved to be of the mesh; tells
-            whether the rank may come in.
-        enter: called with the epoch, the rank and the connection of who has come in.
+        enter: called with the epoch, the rank and the connection of who has proved to be of the
+            mesh; takes the connection in, and tells whether it has.
     """
 
     def __init__(
@@ -208,115 +183,51 @@ class Door:
         name: str,
         secret: bytes,
         address: str | None,
-        admits: Callable[[int, int], bool],
-        enter: Callable[[int, int, socket.socket], None],
+        enter: Callable[[int, int, socket.socket], bool],
     ):
-        self._name, self._secret = name, secret
-        self._admits, self._enter = admits, enter
-        self._host = address or "127.0.0.1"
-        self._unix = b"\0jaxpp-" + secrets.token_hex(16).encode() if _LINUX else None
-        self._port = 0
-        #: Guards what follows.
-        self._lock = threading.Lock()
-        self._listening: list[socket.socket] = []
-        self._thread: threading.Thread | None = None
-        #: Connections without a proof, the oldest first.
-        self._outside: dict[socket.socket, None] = {}
-        self.open()
-        self.addresses = Addresses(host_identity(), self._unix, (self._host, self._port))
+        self._name, self._secret, self._enter, self._open = name, secret, enter, True
+        host, unix = address or "127.0.0.1", None
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        tcp = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listening = [tcp]
+        if _LINUX:
+            unix = b"\0jaxpp-" + secrets.token_hex(16).encode()
+            self._listening.append(socket.socket(socket.AF_UNIX))
+            self._listening[-1].bind(unix)
+            self._listening[-1].listen(_BACKLOG)
+        self.addresses = Addresses(host_identity(), unix, (host, tcp.getsockname()[1]))
+        for each in self._listening:
+            each.settimeout(1)  # not all systems wake who waits where it is shut down
+            self._start(self._accept, each)
 
-    def open(self) -> None:
-        """Listens, if it does not yet.
-
-        Raises:
-            OSError: the addresses are another's by now.
-        """
-        if self._listening:
-            return
-        self.join()
-        with self._lock:
-            family = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0][0]
-            where = self._host, self._port
-            listening = [socket.create_server(where, family=family, backlog=_BACKLOG)]
-            self._port = listening[0].getsockname()[1]
-            if self._unix is not None:
-                listening.append(socket.socket(socket.AF_UNIX))
-                listening[-1].bind(self._unix)
-                listening[-1].listen(_BACKLOG)
-            self._listening = listening
-        accept = {"target": self._accept, "args": (listening,), "name": self._name}
-        self._thread = threading.Thread(**accept, daemon=True)
-        self._thread.start()
+    def _start(self, run: Callable[[socket.socket], None], what: socket.socket) -> None:
+        threading.Thread(target=run, args=(what,), name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Listens no more, and ends all connections that have not come in; may be repeated."""
-        with self._lock:
-            listening, self._listening = self._listening, []
-            for each in (*listening, *self._outside):
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)  # this wakes the threads that wait for them
+        """Listens no more, and lets nobody in; may be repeated."""
+        self._open = False
+        for each in self._listening:
+            with contextlib.suppress(OSError):  # it has been closed
+                each.shutdown(socket.SHUT_RDWR)  # this wakes the thread that waits for it
 
-    def join(self) -> None:
-        """Waits, after `close`, until the addresses are free."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _accept(self, listening: list[socket.socket]) -> None:
-        poll, sockets = select.poll(), {each.fileno(): each for each in listening}
-        for number in sockets:
-            poll.register(number, select.POLLIN)
-        while self._listening is listening:
-            for number, _ in poll.poll(1000):
+    def _accept(self, listening: socket.socket) -> None:
+        with listening:
+            while self._open:
                 try:
-                    connection, _ = sockets[number].accept()
-                except OSError:
-                    if self._listening is listening:  # this process has no more descriptors
-                        self._make_room(len(self._outside) - 1)
-                        time.sleep(0.01)
-                else:
-                    self._greet(connection)
-        for each in listening:
-            each.close()
-
-    def _greet(self, connection: socket.socket) -> None:
-        self._make_room(MOST_HANDSHAKES - 1)
-        with self._lock:
-            if not self._listening:
-                connection.close()
-                return
-            self._outside[connection] = None
-        let_in = {"target": self._let_in, "args": (connection,), "name": self._name}
-        try:
-            threading.Thread(**let_in, daemon=True).start()
-        except RuntimeError:  # this process can have no more threads
-            with self._lock:
-                self._outside.pop(connection, None)
-            connection.close()
-
-    def _make_room(self, most: int) -> None:
-        """Ends the oldest connections that have not come in, where there are more than `most`."""
-        with self._lock:
-            oldest = list(self._outside)[: max(len(self._outside) - most, 0)]
-            for connection in oldest:
-                del self._outside[connection]
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    self._start(self._let_in, listening.accept()[0])
+                except (OSError, RuntimeError):  # no descriptor or no thread is left now
+                    time.sleep(0.01)
 
     def _let_in(self, connection: socket.socket) -> None:
-        try:
-            with _words(connection) as words:
-                deliver_challenge(words, self._secret)
-                answer_challenge(words, self._secret)
-                epoch, rank = _HELLO.unpack(words.recv_bytes(_HELLO.size))
-                admitted = self._admits(epoch, rank)
-                words.send_bytes(_WELCOME if admitted else _STALE)
-            prepared(connection)
+        admitted = False
         # What a stranger says makes many sorts of errors there, an AssertionError too.
-        except Exception:
-            admitted = False
-        with self._lock:
-            self._outside.pop(connection, None)
-        if admitted:
-            self._enter(epoch, rank, connection)  # pyright: ignore[reportPossiblyUnboundVariable]
-        else:
+        with contextlib.suppress(Exception), _words(connection) as words:
+            deliver_challenge(words, self._secret)
+            answer_challenge(words, self._secret)
+            epoch, rank = _HELLO.unpack(words.recv_bytes(_HELLO.size))
+            _prepare(connection)
+            # Its process sends nothing before it is welcome; nor does this one, before all are.
+            admitted = self._open and self._enter(epoch, rank, connection)
+            words.send_bytes(_WELCOME if admitted else _STALE)
+        if not admitted:
             connection.close()

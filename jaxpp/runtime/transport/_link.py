@@ -5,15 +5,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jaxpp.runtime.transport._frames import HEADER_SIZE, READ_AHEAD, SMALL, Header, header_in
+from jaxpp.runtime.transport._frames import HEADER_SIZE, READ_AHEAD, SMALL, Header
 
 
 class Read(NamedTuple):
-    """A message that has been read: `start_ns` is when its header was seen."""
+    """A message that has been read, and its bytes or its arrays.
+
+    `start_ns` and `end_ns` are when its header was seen, and when it was ready.
+    """
 
     header: Header
     data: Any
     start_ns: int
+    end_ns: int
 
 
 class Link:
@@ -51,9 +55,9 @@ class Link:
     def _whole(self) -> Read | None:
         """Returns the next message if all of it is there."""
         if self._header is None:
-            header = header_in(self._ahead[self._at : self._end])
-            if header is None:
+            if self._end - self._at < HEADER_SIZE:
                 return None
+            header = Header.at(self._ahead, self._at)
             self._start = time.monotonic_ns()
             self._large = self._begin(header)
             self._header, self._done = header, 0
@@ -71,7 +75,7 @@ class Link:
         elif self._done < header.nbytes:
             return None
         self._header = self._large = None
-        return Read(header, data, self._start)
+        return Read(header, data, self._start, time.monotonic_ns())
 
     def _receive(self) -> None:
         try:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
@@ -25,7 +25,6 @@ from jaxpp.runtime.transport._frames import (
     Header,
     Unpacker,
     padded,
-    send_frame,
     send_some,
     to_send,
 )
@@ -40,31 +39,20 @@ Transport = Literal["auto", "unix", "tcp", "jax"]
 MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class _Arrived(NamedTuple):
-    """A message that has come in: its arrays, or its bytes if it is small or its types unknown.
+@dataclasses.dataclass(eq=False, slots=True)
+class _Outgoing:
+    """A message to another process, and what makes its bytes.
 
-    `start_ns` and `end_ns` are when its first byte was seen, and when it was ready.
+    Once the values of its arrays have been read, it has none any more, but the pieces of its bytes
+    that have not been written yet.
     """
-
-    source: int
-    nbytes: int
-    arrays: list[Any] | None
-    buffer: Any
-    start_ns: int
-    end_ns: int
-
-
-#: What has arrived, by program, call and tag.
-_Mail = dict[tuple[int, int, int], _Arrived]
-
-
-class _Outgoing(NamedTuple):
-    """A message, and what makes its bytes."""
 
     header: Header
     arrays: list[Any]
     message: Message
     unpack: Unpacker | Puller
+    pieces: list[Bytes] | None = None
+    start_ns: int = 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -75,9 +63,8 @@ class _Peer:
         rank: the first rank of that process.
         link: the connection.
         thread: writes what cannot be written at once, from the first such message on.
-        acts: what the thread has to do; None ends it.
-        unsent: the number of these that are not done.
-        unread: the number of uses of each array whose value has not been read yet, by the id.
+        tasks: the messages that the thread has to write; None ends it.
+        unsent: those that have not been written.
         lost: the reason why the process cannot be reached any more; empty while it can.
         ended: whether all that came from it has been read.
     """
@@ -85,11 +72,10 @@ class _Peer:
     rank: int
     link: Link
     thread: threading.Thread | None = None
-    acts: "queue.SimpleQueue[Callable[[], None] | None]" = dataclasses.field(
+    tasks: "queue.SimpleQueue[_Outgoing | None]" = dataclasses.field(
         default_factory=queue.SimpleQueue
     )
-    unsent: int = 0
-    unread: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    unsent: collections.deque[_Outgoing] = dataclasses.field(default_factory=collections.deque)
     lost: str = ""
     ended: bool = False
 
@@ -156,7 +142,7 @@ class SocketTransport:
         self.recorder: Any = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
         self.on_failure: Callable[[BaseException], None] | None = None
-        self._secret, self._pulls = secret, pulls
+        self._secret, self._address, self._pulls = secret, address, pulls
         #: The way of arrays between ranks of this process.
         self.near = Near(self.homes)
         self._run_ahead = run_ahead
@@ -171,29 +157,33 @@ class SocketTransport:
         self._changed = threading.Condition()
         #: Tells whether a thread reads. A byte on `_bell` wakes it.
         self._pumping = self._closed = False
+        #: How many threads wait for what the threads of connections do.
+        self._waiting = 0
         self._bell, self._heard = socket.socketpair()
         self._bell.setblocking(False)
         self._begin_epoch(0)
-        self._door = Door(f"accept-{self.rank}", secret, address, self._admits, self._add)
 
     def _begin_epoch(self, number: int) -> None:
         self._number = number
         self._error: BaseException | None = None
-        self._mail: _Mail = {}
-        #: For each rank the first rank of its process; None before `connect`.
-        self._firsts: dict[int, int] | None = None
+        #: What has arrived, by program, call and tag: with its arrays, or with its bytes if it is
+        #: small or its types unknown.
+        self._mail: dict[tuple[int, ...], Read] = {}
+        #: For each rank the first rank of its process; none before `connect`.
+        self._firsts: dict[int, int] = {}
         #: The connections, by the first rank of the process.
         self._peers: dict[int, _Peer] = {}
         self.near.clear()
         self._by_descriptor: dict[int, _Peer] = {}
         self._poll = select.poll()
         self._poll.register(self._heard, select.POLLIN)
+        self._door = Door(f"accept-{self.rank}", self._secret, self._address, self._add)
 
     # ---- connections ----------------------------------------------------------------------------
 
     @property
     def addresses(self) -> Addresses:
-        """The addresses at which other ranks reach this one."""
+        """The addresses at which others reach this process; each reset makes new ones."""
         return self._door.addresses
 
     def connect(self, peers: Mapping[int, Addresses]) -> None:
@@ -214,55 +204,63 @@ class SocketTransport:
         for first in dict.fromkeys(firsts.values()):
             if first < self.rank and first not in self._peers:
                 how = self._number, self.rank, first, peers[first], self._secret, self.kind
-                self._add(self._number, first, connect(*how))
+                if not self._add(self._number, first, connection := connect(*how)):
+                    connection.close()
         with self._changed:
             self._firsts = firsts
             self._close_door()
 
-    def _admits(self, epoch: int, rank: int) -> bool:
-        return epoch == self._number and rank not in self._peers and not self._closed
-
-    def _add(self, epoch: int, rank: int, connection: socket.socket) -> None:
-        """Takes a connection in, unless the epoch has ended."""
+    def _add(self, epoch: int, rank: int, connection: socket.socket) -> bool:
+        """Takes a connection in, unless the epoch has ended; tells whether it has."""
         with self._changed:
-            if not self._admits(epoch, rank):
-                connection.close()
-                return
+            if epoch != self._number or rank in self._peers or self._closed:
+                return False
             peer = _Peer(rank, Link(connection, functools.partial(self._memory, rank)))
             self._by_descriptor[connection.fileno()] = self._peers[rank] = peer
             self._poll.register(connection, select.POLLIN)
-            self._wake()
             self._close_door()
+            return True
 
     def _close_door(self) -> None:
         """Lets nobody in any more once all are; the caller holds the lock."""
-        if self._firsts is not None and {*self._firsts.values()} <= {self.rank, *self._peers}:
+        if self._firsts and {*self._firsts.values()} <= {self.rank, *self._peers}:
             self._door.close()
 
     # ---- reading, by who waits ------------------------------------------------------------------
 
-    def _pump(self, over: Callable[[], bool]) -> None:
-        """Waits until it is over, and reads what comes meanwhile; the only place that waits."""
+    def _pump(self, over: Callable[[], bool], sends: bool = False) -> None:
+        """Waits until it is over, and reads what comes meanwhile; the only place that waits.
+
+        With `sends`, those of this process may end it: so who sends wakes this thread.
+        """
         with self._changed:
             number = self._number
-            while not over():
-                if number != self._number:
-                    raise Aborted("The transport was reset.")
-                if self._pumping:  # another thread does, and tells this one of it
-                    self._changed.wait()
-                    continue
-                self._pumping = True
-                self._changed.release()
-                try:
-                    for descriptor, _ in self._poll.poll(1000):
-                        self._read(descriptor)
-                finally:
-                    self._changed.acquire()
-                    self._pumping = False
-                    self._changed.notify_all()
+            self._waiting += sends
+            try:
+                while number == self._number and not over():
+                    if self._pumping:  # another thread does, and tells this one of it
+                        self._changed.wait()
+                    else:
+                        self._read_once()
+            finally:
+                self._waiting -= sends
+            if number != self._number:
+                raise Aborted("The transport was reset.")
+
+    def _read_once(self) -> None:
+        """Waits for something to read, and reads it; the caller holds the lock, but for that."""
+        self._pumping = True
+        self._changed.release()
+        try:
+            for descriptor, _ in self._poll.poll(1000):
+                self._read(descriptor)
+        finally:
+            self._changed.acquire()
+            self._pumping = False
+            self._changed.notify_all()
 
     def _wake(self) -> None:
-        """Wakes the thread that reads; the caller holds the lock."""
+        """Wakes the thread that reads, which tells others; the caller holds the lock."""
         if self._pumping:
             with contextlib.suppress(OSError):  # it has bytes enough
                 self._bell.send(b"!")
@@ -301,16 +299,23 @@ class SocketTransport:
 
     def _take(self, peer: _Peer, found: Read) -> None:
         """Puts a message into the mail."""
+        key = found.header[:3]
         unpack = self._unpackers.get((found.header.program, found.header.tag))
         if isinstance(unpack, Puller):  # it waits in JAX, where nothing wakes it
             name, args = f"pull-{self.rank}-{peer.rank}", (peer, self._mail, found, unpack)
             threading.Thread(target=self._pull, args=args, name=name, daemon=True).start()
+        elif unpack is not None and unpack.at_once:
+            self._mail[key] = _unpacked(found, unpack)
         else:
-            at_once = unpack is not None and unpack.at_once
-            _put(self._mail, found, unpack if at_once else None)
+            self._mail[key] = found
 
-    def _pull(self, peer: _Peer, mail: _Mail, found: Read, unpack: Puller) -> None:
-        self._attempt(peer, lambda: _put(mail, found, unpack))
+    def _pull(
+        self, peer: _Peer, mail: dict[tuple[int, ...], Read], found: Read, unpack: Puller
+    ) -> None:
+        def pull() -> None:
+            mail[found.header[:3]] = _unpacked(found, unpack)
+
+        self._attempt(peer, pull)
         with self._changed:
             self._wake()
 
@@ -364,86 +369,65 @@ class SocketTransport:
                 threading.Thread(target=self._listen, args=args, name=name, daemon=True).start()
 
     def send(self, arrays: list[Any], message: Message) -> None:
-        """Starts to send arrays to a rank; does not wait, but for the rank to be connected.
+        """Starts to send arrays to a rank; does not wait.
 
         Raises:
             PeerLost: if that rank is gone.
             Aborted: if the transport was aborted, or an earlier value could not be computed.
-            TransportError: if nobody has named that rank.
+            TransportError: if that rank is not connected.
         """
         late = (self._program, message.tag) in self._late
         if message.target in self.homes:
             self._check()
             self.near.send(arrays, message, late=late)
             return
-        peer, unpack = self._peer(message.target), self._unpacker(message)
+        peer, unpack = self._reached(message.target), self._unpacker(message)
         if late:
             arrays = jax.device_put(arrays, may_alias=False)
-        source, tag = message.source, message.tag
-        header = Header(self._program, self._call, tag, source, unpack.nbytes)
+        header = Header(self._program, self._call, message.tag, message.source, unpack.nbytes)
         item = _Outgoing(header, unpack.prepared(arrays), message, unpack)
         if not unpack.at_once and not peer.unsent and all(map(is_ready, item.arrays)):
-            self._attempt(peer, lambda: self._send_now(peer, item))
-            return
+            self._attempt(peer, lambda: self._write(item, peer, socket.MSG_DONTWAIT))
+            if not item.pieces:
+                return
         with self._changed:
-            peer.unread.update(map(id, item.arrays))
-        self._let_do(peer, functools.partial(self._send_later, peer, item))
+            peer.unsent.append(item)
+            if peer.thread is None:
+                name, args = f"send-{self.rank}-{peer.rank}", (peer,)
+                peer.thread = threading.Thread(
+                    target=self._write_all, args=args, name=name, daemon=True
+                )
+                peer.thread.start()
+        peer.tasks.put(item)
 
     def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
         """Returns what `Near.copies_of` does; None for a message to another process."""
         return self.near.copies_of(message) if message.target in self.homes else None
 
-    def _peer(self, rank: int) -> _Peer:
-        """Returns the connection to a rank's process, once it is there."""
-        if self._error is None and (self._firsts is None or rank not in self._firsts):
-            raise TransportError(
-                f"Rank {self.rank} has to reach rank {rank}, and knows only of ranks "
-                f"{sorted(self._firsts or ())}; call connect with the addresses of all."
-            )
-        if self._peer_of(rank) is None:
-            self._pump(lambda: self._peer_of(rank) is not None or self._error is not None)
-        self._check(rank)
-        peer = self._peer_of(rank)
-        assert peer is not None
-        return peer
-
-    def _peer_of(self, rank: int) -> _Peer | None:
-        return self._peers.get((self._firsts or {}).get(rank, -1))
-
-    def _send_now(self, peer: _Peer, item: _Outgoing) -> None:
-        """Writes a message that is ready; a thread writes what the connection does not take now."""
-        pieces = to_send(item.header, self._values(item))
-        start = time.monotonic_ns()
-        with contextlib.suppress(BlockingIOError):
-            send_some(peer.link.connection, pieces)
-        if pieces:
-            rest = b"".join(pieces)
-            self._let_do(peer, lambda: peer.link.connection.sendall(rest))
-        if self.recorder is not None:
-            self.recorder.sent(item.header.call, item.message, start, time.monotonic_ns())
-
-    def _let_do(self, peer: _Peer, act: Callable[[], None]) -> None:
-        """Gives the thread of a connection something to do."""
-        with self._changed:
-            peer.unsent += 1
-            if peer.thread is None:
-                name = f"send-{self.rank}-{peer.rank}"
-                peer.thread = threading.Thread(
-                    target=self._do_all, args=(peer,), name=name, daemon=True
-                )
-                peer.thread.start()
-        peer.acts.put(act)
-
-    def _do_all(self, peer: _Peer) -> None:
+    def _write_all(self, peer: _Peer) -> None:
         """Writes what cannot be written at once, on a thread of its own."""
         with peer.link.connection:
-            while (act := peer.acts.get()) is not None:
+            while (item := peer.tasks.get()) is not None:
                 if not peer.lost and self._error is None and self._peers.get(peer.rank) is peer:
-                    self._attempt(peer, act)
-                del act  # it would hold the values while the thread waits for the next one
+                    self._attempt(peer, functools.partial(self._write, item, peer))
+                del item  # it would hold the values while the thread waits for the next one
                 with self._changed:
-                    peer.unsent -= 1
-                    self._wake()
+                    peer.unsent.popleft()
+                    if self._waiting:
+                        self._wake()
+
+    def _write(self, item: _Outgoing, peer: _Peer, flags: int = 0) -> None:
+        """Writes a message; as much of it as the connection takes at once where `flags` say so."""
+        if item.pieces is None:
+            pieces = to_send(item.header, self._values(item))
+            item.start_ns, item.pieces = time.monotonic_ns(), pieces
+        try:
+            while item.pieces:
+                send_some(peer.link.connection, item.pieces, flags)
+        except BlockingIOError:
+            return
+        if self.recorder is not None:
+            self.recorder.sent(item.header.call, item.message, item.start_ns, time.monotonic_ns())
 
     def _attempt(self, peer: _Peer, act: Callable[[], None]) -> None:
         """Writes to a rank, or pulls from it; notes an error, which later calls raise."""
@@ -457,21 +441,6 @@ class SocketTransport:
             if self._peers.get(peer.rank) is peer:
                 self.abort(error)
 
-    def _send_later(self, peer: _Peer, item: _Outgoing) -> None:
-        try:
-            values = self._values(item)
-        finally:
-            with self._changed:
-                for number in map(id, item.arrays):
-                    peer.unread[number] -= 1
-                    if not peer.unread[number]:
-                        del peer.unread[number]
-                self._wake()
-        start = time.monotonic_ns()
-        send_frame(peer.link.connection, item.header, values)
-        if self.recorder is not None:
-            self.recorder.sent(item.header.call, item.message, start, time.monotonic_ns())
-
     def _values(self, item: _Outgoing) -> list[Bytes]:
         """Waits for the values of a message; returns their bytes."""
         rank, names = item.message.target, item.message.names
@@ -482,6 +451,11 @@ class SocketTransport:
                 f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"
             )
             raise NotComputed(names[0]) from error
+        finally:
+            item.arrays = []
+            if self._waiting:
+                with self._changed:
+                    self._wake()
         if (found := sum(map(padded, map(len, values)))) != item.header.nbytes:
             raise TransportError(
                 f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
@@ -502,27 +476,27 @@ class SocketTransport:
             self._check()
             return self.near.receive(message)
         if self._unsent > self._run_ahead:
-            self._pump(lambda: self._unsent <= self._run_ahead or self._error is not None)
+            self._pump(lambda: self._unsent <= self._run_ahead or self._error is not None, True)
         if key not in self._mail:
             self._pump(lambda: key in self._mail or self._ended(source))
-        arrived = self._mail.pop(key, None)
-        if arrived is None:
-            self._check(source)
-            raise AssertionError(f"no message {key}, and no error")
+        if (found := self._mail.pop(key, None)) is None:
+            self._reached(source)
+            raise Aborted("The transport was reset.")
+        header, data, start, end = found
         unpack = self._unpacker(message)
-        if (arrived.source, arrived.nbytes) != (source, unpack.nbytes):
+        if (header.source, header.nbytes) != (source, unpack.nbytes):
             raise TransportError(
                 f"Rank {self.rank} waits for {unpack.nbytes} bytes from rank {source} under tag "
-                f"{message.tag}, and {arrived.nbytes} came from rank {arrived.source}; the ranks "
+                f"{message.tag}, and {header.nbytes} came from rank {header.source}; the ranks "
                 f"run different programs."
             )
         if self.recorder is not None:
-            self.recorder.received(self._call, message, arrived.start_ns, arrived.end_ns)
-        return unpack(arrived.buffer) if arrived.arrays is None else arrived.arrays
+            self.recorder.received(self._call, message, start, end)
+        return data if isinstance(data, list) else unpack(data)
 
     @property
     def _unsent(self) -> int:
-        return sum(peer.unsent for peer in self._peers.values())
+        return sum([len(peer.unsent) for peer in self._peers.values()])
 
     def settle(self, arrays: list[Any]) -> None:
         """Waits until the sends have read the values of some arrays.
@@ -530,13 +504,19 @@ class SocketTransport:
         Once its value has been read, an array may be donated: the bytes being written stay
         unchanged. If it is donated before, its send fails.
         """
-        unread = [peer.unread for peer in self._peers.values() if peer.unread]
-        if unread:
-            numbers = list(map(id, arrays))
+        if self._unsent:
+            peers, numbers = self._peers.values(), set(map(id, arrays))
             self._pump(
                 lambda: (
-                    self._error is not None or not any(n in own for own in unread for n in numbers)
-                )
+                    self._error is not None
+                    or all(
+                        id(array) not in numbers
+                        for peer in peers
+                        for item in peer.unsent
+                        for array in item.arrays
+                    )
+                ),
+                True,
             )
 
     def flush(self) -> None:
@@ -545,25 +525,37 @@ class SocketTransport:
         Raises:
             Aborted: if the transport was aborted, or a value to send could not be computed.
         """
-        self._pump(lambda: not self._unsent or self._error is not None)
+        self._pump(lambda: not self._unsent or self._error is not None, True)
         self._check()
 
     # ---- failure, and the end -------------------------------------------------------------------
 
     def _ended(self, rank: int) -> bool:
         """Tells whether no message comes from a rank any more."""
-        peer = self._peer_of(rank)
-        return self._error is not None or (peer is not None and peer.ended)
+        peer = self._peers.get(self._firsts.get(rank, -1))
+        return self._error is not None or peer is None or peer.ended
 
-    def _check(self, rank: int | None = None) -> None:
-        """Raises an error if the transport was aborted, or if a rank is lost."""
+    def _check(self) -> None:
+        """Raises an error if the transport was aborted."""
         if self._error is not None:
             raise Aborted(
                 f"The messages of rank {self.rank} were aborted: "
                 f"{type(self._error).__name__}: {self._error}"
             ) from self._error
-        if rank is not None and (peer := self._peer_of(rank)) is not None and peer.lost:
+
+    def _reached(self, rank: int) -> _Peer:
+        """Returns the connection to a rank; raises an error if there is none any more."""
+        self._check()
+        peer = self._peers.get(self._firsts.get(rank, -1))
+        if peer is None:
+            known = sorted(r for r, first in self._firsts.items() if first in self._peers)
+            raise TransportError(
+                f"Rank {self.rank} has to reach rank {rank}, and is connected to ranks {known}; "
+                f"connect all ranks before one sends."
+            )
+        if peer.lost:
             raise PeerLost(rank, peer.lost)
+        return peer
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """Notes that a process cannot be reached, and wakes all threads that wait for it."""
@@ -605,7 +597,7 @@ class SocketTransport:
 
         Raises:
             ValueError: the epoch has been used.
-            TransportError: the transport can accept no connections any more.
+            OSError: this process cannot listen.
         """
         if self._closed or epoch <= self._number:
             raise ValueError(f"A transport in epoch {self._number} needs a later one, got {epoch}.")
@@ -613,15 +605,10 @@ class SocketTransport:
         with self._changed:
             self._begin_epoch(epoch)
             self._told = None
-            try:
-                self._door.open()
-            except OSError as error:
-                raise TransportError(
-                    f"Rank {self.rank} does not accept connections any more ({error})."
-                ) from error
 
     def _end(self) -> list[_Peer]:
         """Ends all connections; each thread ends once its current work is over."""
+        self._door.close()
         with self._changed:
             self._error = self._error or TransportError("it was reset or closed")
             self._mail.clear()
@@ -636,7 +623,7 @@ class SocketTransport:
             if peer.thread is None:
                 peer.link.connection.close()
             else:
-                peer.acts.put(None)  # the thread closes it
+                peer.tasks.put(None)  # the thread closes it
         return peers
 
     def close(self) -> None:
@@ -644,21 +631,16 @@ class SocketTransport:
         if self._closed:
             return
         self._closed = True
-        self._door.close()
         threads = [peer.thread for peer in self._end() if peer.thread is not None]
         deadline = time.monotonic() + 5
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0))
-        self._door.join()
         self._bell.close()
         self._heard.close()
         self._pool.clear()
 
 
-def _put(mail: _Mail, found: Read, unpack: Unpacker | Puller | None) -> None:
-    """Puts a message into the mail; `unpack` makes its arrays before."""
-    header, data, start = found
-    arrays, buffer = (None, data) if unpack is None else (unpack(data), None)
-    arrived = _Arrived(header.source, header.nbytes, arrays, buffer, start, time.monotonic_ns())
-    mail[header.program, header.call, header.tag] = arrived
+def _unpacked(found: Read, unpack: Unpacker | Puller) -> Read:
+    """Makes the arrays of a message."""
+    return found._replace(data=unpack(found.data), end_ns=time.monotonic_ns())

@@ -3,13 +3,11 @@
 import contextlib
 import multiprocessing.connection
 import os
-import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -57,7 +55,7 @@ def test_abort_wakes_who_reads_a_large_message(pair):
     a, b = pair
     waiting = blocked(b.receive, message([BIG]))
     header = Header(0, 1, 0, 0, BIG.nbytes).pack()
-    a._peer(1).link.connection.sendall(header + bytes(1 << 20))
+    a._peers[1].link.connection.sendall(header + bytes(1 << 20))
     time.sleep(0.2)
     b.abort(KeyError("the reason"))
     error, took = timed(waiting)
@@ -167,7 +165,7 @@ def test_a_connection_that_is_cut_is_what_both_ends_name(pair):
     assert_same(b.receive(message([X])), [X])
     waiting = [blocked(a.receive, message([X], 1, 1, 0)), blocked(b.receive, message([X], 2))]
     time.sleep(0.1)
-    a._peer(1).link.connection.shutdown(socket.SHUT_RDWR)
+    a._peers[1].link.connection.shutdown(socket.SHUT_RDWR)
     for wait, other in zip(waiting, (1, 0), strict=True):
         error, took = timed(wait)
         assert isinstance(error, PeerLost) and error.rank == other and took < 0.5
@@ -223,6 +221,7 @@ transport = SocketTransport({1: jax.devices()[0]}, SECRET, kind=sys.argv[1])
 sys.stdout.buffer.write(pickle.dumps(transport.addresses).hex().encode() + b"\\n")
 sys.stdout.flush()
 transport.connect({0: pickle.loads(bytes.fromhex(sys.stdin.readline()))})
+print("connected", flush=True)
 transport.begin(1)
 x = jnp.arange(1000)
 transport.send(transport.receive(message([x])), message([x], 0, 1, 0))
@@ -247,6 +246,7 @@ def other_process(request):
         transport.connect({1: pickle.loads(bytes.fromhex(peer.stdout.readline().decode()))})
         peer.stdin.write(pickle.dumps(transport.addresses).hex().encode() + b"\n")
         peer.stdin.flush()
+        assert peer.stdout.readline() == b"connected\n"
         transport.begin(1)
         transport.send([X], message([X]))
         assert_same(blocked(transport.receive, message([X], 0, 1, 0))(), [X])
@@ -307,8 +307,9 @@ def is_closed(connection):
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_200_strangers_disturb_nobody(kind):
-    """Ranks connect beside them; then they have to go, and nobody else can come."""
+def test_200_strangers_disturb_nobody(kind, monkeypatch):
+    """Ranks connect beside them; then nobody else can come, and they have to go."""
+    monkeypatch.setattr(_handshake, "HANDSHAKE_TIMEOUT", 1.0)
     with connected(2, "auto" if kind == "unix" else "tcp") as (a, b):
         for transport in (a, b):
             transport.abort(ValueError("the reason"))
@@ -320,60 +321,18 @@ def test_200_strangers_disturb_nobody(kind):
             a.send([X + 1], message([X]))
             assert_same(blocked(b.receive, message([X]))(), [X + 1])
             assert time.monotonic() - start < 1
+            with pytest.raises(ConnectionRefusedError):
+                opened(a, kind)
             assert all(is_closed(connection) for connection in outside)
-            accepting = lambda: [t for t in threading.enumerate() if t.name.startswith("accept")]  # noqa: E731
-            assert wait_until(lambda: not accepting(), 2)
-        with pytest.raises(ConnectionRefusedError):
-            opened(a, kind)
 
 
 def test_close_does_not_wait_for_strangers(pair):
     a, _ = pair
     a.reset(1)
-    with strangers(a, "unix") as outside:
+    with strangers(a, "unix"):
         start = time.monotonic()
         a.close()
         assert time.monotonic() - start < 1
-        assert all(is_closed(connection) for connection in outside)
-
-
-def test_strangers_that_come_again_and_again_keep_no_rank_out():
-    """However many are open, the oldest gives way."""
-    with connected(2) as (a, b), contextlib.ExitStack() as stack:
-        for transport in (a, b):
-            transport.reset(1)
-        count = _handshake.MOST_HANDSHAKES + 50
-        outside = [stack.enter_context(opened(a, "unix")) for _ in range(count)]
-        assert all(is_closed(connection) for connection in outside[:50])
-        join((a, b))
-        a.send([X], message([X]))
-        assert_same(blocked(b.receive, message([X]))(), [X])
-
-
-def test_a_process_without_descriptors_accepts_again_when_it_has_some():
-    with connected(2) as (a, b), contextlib.ExitStack() as stack:
-        for transport in (a, b):
-            transport.reset(1)
-        outside = [stack.enter_context(opened(a, "tcp")) for _ in range(3)]
-        time.sleep(0.1)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        waiting = stack.enter_context(socket.socket())
-        used = max(int(n) for n in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
-        free = []
-        try:
-            with contextlib.suppress(OSError):
-                while True:
-                    free.append(os.dup(0))
-            waiting.connect(a.addresses.tcp)
-            assert is_closed(outside[0])  # it made room
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for number in free:
-                os.close(number)
-        join((a, b))
-        a.send([X], message([X]))
-        assert_same(blocked(b.receive, message([X]))(), [X])
 
 
 def test_silent_connections_are_closed(monkeypatch):
@@ -469,6 +428,6 @@ def test_many_ranks_leave_nothing():
                 what = message([X], source.rank, source.rank, target.rank)
                 source.send([X], what)
                 target.receive(what)
-    assert psutil.Process().num_fds() <= before
+    assert wait_until(lambda: psutil.Process().num_fds() <= before, 2)
     names = open("/proc/net/unix").read()
     assert not any(t.addresses.unix[1:].decode() in names for t in ranks)

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxpp.runtime.transport._frames import SMALL, Header, send_frame
+from jaxpp.runtime.transport._frames import SMALL, Header, to_send
 from jaxpp.runtime.transport._handshake import _set_timeout
 from jaxpp.runtime.transport._link import Link
 
@@ -44,7 +44,7 @@ def test_messages_of_all_sizes_come_whole_and_in_order(ends, piece):
 
     def write():
         for header, data in sent:
-            send_frame(ours, header, [data.data] if data.size else [])
+            ours.sendall(b"".join(to_send(header, [data.data] if data.size else [])))
         ours.close()
 
     def pass_on():

@@ -139,6 +139,7 @@ home = jax.devices()[0]
 transport = SocketTransport({{1: home}}, {SECRET!r}, pulls=Pulls(home))
 print(pickle.dumps(transport.addresses).hex(), flush=True)
 transport.connect({{0: pickle.loads(bytes.fromhex(sys.stdin.readline()))}})
+print("connected", flush=True)
 transport.begin(1)
 values = [jnp.arange(int(n)) for n in sys.argv[1:]]
 whats = [message([x], n, 1, 0) for n, x in enumerate(values)]
@@ -161,6 +162,8 @@ def peer():
     try:
         transport.connect({1: pickle.loads(bytes.fromhex(own.stdout.readline().decode()))})
         own.stdin.write(pickle.dumps(transport.addresses).hex().encode() + b"\n")
+        own.stdin.flush()
+        assert own.stdout.readline() == b"connected\n"
         transport.begin(1)
         shapes = [jax.ShapeDtypeStruct((n,), "int32") for n in sizes]
         whats = [message([shape], n, 1, 0) for n, shape in enumerate(shapes)]
