@@ -4,9 +4,10 @@ Executables are kept for other steps of this process that have the same computat
 model under another schedule compiles only the new ones.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,18 +57,42 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         return {home: kept[target].on(home) for home in found}
 
     # The largest computation first; each is compiled while the next is lowered.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    by_size = sorted(targets, key=lambda t: -len(bundle.computations[t[0]].jaxpr.eqns))
+    new = [t for t in by_size if not kept[t].by_home and not copies(bundle.computations[t[0]])]
+    with _progress(len(new)) as step, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
-        for target in sorted(targets, key=lambda t: -len(bundle.computations[t[0]].jaxpr.eqns)):
-            computation, lowered = bundle.computations[target[0]], None
-            if not kept[target].by_home and not copies(computation):
-                lowered = lower(computation, targets[target][0])
+        for target in by_size:
+            lowered = None
+            if target in new:
+                lowered = lower(bundle.computations[target[0]], targets[target][0])
             futures[target] = pool.submit(build, target, lowered)
+            if target in new:
+                futures[target].add_done_callback(step)
     built = {target: future.result() for target, future in futures.items()}
     return [
         {n: built[n, _shape_of(home)][home] for n in numbers}
         for numbers, home in zip(used, homes, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Any], None]]:
+    """Shows a bar of `tqdm` on a terminal, after two seconds, where `tqdm` is installed.
+
+    Yields:
+        What is called as each of `total` computations has been compiled.
+    """
+    try:
+        import tqdm
+    except ImportError:
+        yield lambda compiled: None
+        return
+    with tqdm.tqdm(total=total, desc="jaxpp: compiling", delay=2, leave=False, disable=None) as bar:
+
+        def step(compiled: Any) -> None:
+            bar.update()
+
+        yield step
 
 
 def _shape_of(home: Home) -> Any:

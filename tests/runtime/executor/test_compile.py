@@ -1,5 +1,7 @@
 """How a step's computations are compiled: once each, or from a cache on disk."""
 
+import io
+import sys
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxpp
 from jaxpp.runtime.executor import _compile
+from tests.helpers import mesh_of
 
 STAGES = 4
 
@@ -71,3 +74,34 @@ def test_a_step_comes_out_of_the_cache_on_disk_with_the_same_bits(cache):
     assert cache.count("cache_hits") >= len(again.bundle.computations)
     jax.tree.map(np.testing.assert_array_equal, jaxpp.gather(first), jaxpp.gather(second))
     _compile.clear_cache()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "log"])
+def test_a_long_compilation_has_a_bar_on_a_terminal(monkeypatch, terminal):
+    tqdm, stream = pytest.importorskip("tqdm"), Terminal() if terminal else io.StringIO()
+    bar = tqdm.tqdm
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(  # else what is soon done has no bar
+        tqdm, "tqdm", lambda **options: bar(**options | {"delay": 0}, mininterval=0)
+    )
+    _compile.clear_cache()
+    step, args = step_and_arguments()
+    jaxpp.place(step, mesh_of(STAGES))(*args)
+    shown = stream.getvalue()
+    if terminal:
+        assert "jaxpp: compiling" in shown and "100%" in shown
+        assert "\n" not in shown and not shown.split("\r")[-2].strip()  # it goes away
+    else:
+        assert not shown
+    _compile.clear_cache()
+
+
+def test_without_tqdm_there_is_no_bar(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with _compile._progress(2) as step:
+        step(None)
