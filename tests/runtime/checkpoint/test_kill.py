@@ -91,7 +91,7 @@ def saver():
 
 
 def manager_of(directory):
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
     return ocp.CheckpointManager(directory / "run", options=options)
 
 
