@@ -157,8 +157,6 @@ class SocketTransport:
         self._changed = threading.Condition()
         #: Tells whether a thread reads. A byte on `_bell` wakes it.
         self._pumping = self._closed = False
-        #: How many threads wait for what the threads of connections do.
-        self._waiting = 0
         self._bell, self._heard = socket.socketpair()
         self._bell.setblocking(False)
         self._begin_epoch(0)
@@ -228,22 +226,15 @@ class SocketTransport:
 
     # ---- reading, by who waits ------------------------------------------------------------------
 
-    def _pump(self, over: Callable[[], bool], sends: bool = False) -> None:
-        """Waits until it is over, and reads what comes meanwhile; the only place that waits.
-
-        With `sends`, those of this process may end it: so who sends wakes this thread.
-        """
+    def _pump(self, over: Callable[[], bool]) -> None:
+        """Waits until it is over, and reads what comes meanwhile; the only place that waits."""
         with self._changed:
             number = self._number
-            self._waiting += sends
-            try:
-                while number == self._number and not over():
-                    if self._pumping:  # another thread does, and tells this one of it
-                        self._changed.wait()
-                    else:
-                        self._read_once()
-            finally:
-                self._waiting -= sends
+            while number == self._number and not over():
+                if self._pumping:  # another thread does, and tells this one of it
+                    self._changed.wait()
+                else:
+                    self._read_once()
             if number != self._number:
                 raise Aborted("The transport was reset.")
 
@@ -413,8 +404,7 @@ class SocketTransport:
                 del item  # it would hold the values while the thread waits for the next one
                 with self._changed:
                     peer.unsent.popleft()
-                    if self._waiting:
-                        self._wake()
+                    self._wake()
 
     def _write(self, item: _Outgoing, peer: _Peer, flags: int = 0) -> None:
         """Writes a message; as much of it as the connection takes at once where `flags` say so."""
@@ -453,9 +443,9 @@ class SocketTransport:
             raise NotComputed(names[0]) from error
         finally:
             item.arrays = []
-            if self._waiting:
-                with self._changed:
-                    self._wake()
+            # Also where nobody waits for it: on two cores 16 MiB took 2.3 times as long without.
+            with self._changed:
+                self._wake()
         if (found := sum(map(padded, map(len, values)))) != item.header.nbytes:
             raise TransportError(
                 f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
@@ -476,7 +466,7 @@ class SocketTransport:
             self._check()
             return self.near.receive(message)
         if self._unsent > self._run_ahead:
-            self._pump(lambda: self._unsent <= self._run_ahead or self._error is not None, True)
+            self._pump(lambda: self._unsent <= self._run_ahead or self._error is not None)
         if key not in self._mail:
             self._pump(lambda: key in self._mail or self._ended(source))
         if (found := self._mail.pop(key, None)) is None:
@@ -515,8 +505,7 @@ class SocketTransport:
                         for item in peer.unsent
                         for array in item.arrays
                     )
-                ),
-                True,
+                )
             )
 
     def flush(self) -> None:
@@ -525,7 +514,7 @@ class SocketTransport:
         Raises:
             Aborted: if the transport was aborted, or a value to send could not be computed.
         """
-        self._pump(lambda: not self._unsent or self._error is not None, True)
+        self._pump(lambda: not self._unsent or self._error is not None)
         self._check()
 
     # ---- failure, and the end -------------------------------------------------------------------
