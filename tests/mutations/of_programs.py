@@ -146,14 +146,6 @@ MUTATIONS = (
         unseen="how arrays are split is the compiler's",
     ),
     Mutation(
-        "what nothing is known of is not named",
-        "jaxpp/transforms/inside/_propagation.py",
-        "if any(sizes[a] > 1 for a in axes) and eqn.primitive.name not in RULES:",
-        "if False:",
-        tests=("in_specs::an_unknown_primitive_that_makes_an_array_whole_is_named",),
-        unseen="it is a report",
-    ),
-    Mutation(
         "what is sent is given away",
         "jaxpp/transforms/graph/_graph.py",
         "        self.kept |= {(source, value), (target, value)}\n",

@@ -24,7 +24,7 @@ from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
 from jaxpp._warn import warn
 from jaxpp.transforms._signature import describe, with_arrays
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, lower
+from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, assign, lower
 from jaxpp.transforms.stacked import Bounds, Slicer
 
 
@@ -141,7 +141,8 @@ def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[
     builder = _Builder(jaxpr, arguments, None if inside is None else [a.spec for a in made])
     for rank, own in enumerate(reads):
         builder.add_rank(rank, sorted(own))
-    return lower(Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads)))
+    step, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
+    return lower(step, graph, assign(step, graph))
 
 
 class _Builder:
