@@ -141,8 +141,8 @@ def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[
     builder = _Builder(jaxpr, arguments, None if inside is None else [a.spec for a in made])
     for rank, own in enumerate(reads):
         builder.add_rank(rank, sorted(own))
-    step, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
-    return lower(step, graph, assign(step, graph))
+    whole, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
+    return lower(whole, graph, assign(whole, graph))
 
 
 class _Builder:
