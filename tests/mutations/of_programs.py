@@ -337,10 +337,10 @@ MUTATIONS = (
     Mutation(
         "operands of computations are split as others",
         "jaxpp/transforms/graph/_graph.py",
-        "computation = with_specs(computation, in_specs, out_specs, sizes)",
+        "computation = with_specs(computation, in_specs, out_specs)",
         (
             "computation = with_specs(computation, in_specs[::-1] if len({len(s) for s in "
-            "in_specs}) == 1 else in_specs, out_specs, sizes)"
+            "in_specs}) == 1 else in_specs, out_specs)"
         ),
         tests=("replicas",),
         unseen="how arrays are split in a rank is JAX's, which refuses it",
