@@ -23,8 +23,10 @@ from jaxpp.transforms.place import _conditionals
 from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
-    Splitter,
+    Slicer,
     concatenation_intervals,
+    in_parts,
+    part_vars,
     slice_interval,
     takes_some_rows,
 )
@@ -37,14 +39,15 @@ def distribute(step: Step) -> Step:
     if not bounds:
         return step.with_guards(jaxpr, guards)
     invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
-    splitter = Splitter(bounds, invars, guards)
-    splitter.rewrite(jaxpr.eqns)
     cuts = [None if _jaxprs.is_literal(v) else bounds.get(v) for v in outvars]
-    ins, outs = list(itertools.chain(*splitter.inputs)), splitter.outputs(outvars, cuts)
-    split = _compat.make_closed_jaxpr(ins, outs, [e for e, _ in splitter.eqns])
+    given = {v: part_vars(v, bounds[v]) for v in invars if v in bounds}
+    slicer = in_parts(jaxpr.eqns, bounds, given)
+    ins = list(itertools.chain(*(given.get(v, [v]) for v in invars)))
+    outs = slicer.outputs(outvars, cuts)
+    split = _compat.make_closed_jaxpr(ins, outs, slicer.eqns)
     split = _compat.eliminate_dead_code(split, [True] * len(outs))
-    facts = {v: Fact(anywhere=True) for v in splitter.floating}
-    for v, eqn in splitter.gathered.items():
+    facts = {v: Fact(anywhere=True) for v in slicer.floating}
+    for v, eqn in slicer.gathered.items():
         why = f"for `{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
         facts[v] = Fact(v in facts, why)
     in_cuts = [bounds.get(v) for v in invars]
@@ -61,7 +64,21 @@ def distribute(step: Step) -> Step:
     done = dataclasses.replace(
         step, jaxpr=split, arguments=tuple(arguments), results=tuple(results), facts=facts
     )
-    return done.with_guards(split, splitter.guards)
+    return done.with_guards(split, _guards(slicer, guards))
+
+
+def _guards(slicer: Slicer, guards: Mapping[Var, Guard]) -> dict[Var, Guard]:
+    """Returns the guards of the equations that are in the place of such as have guards.
+
+    Those beside them, as slices and combinations, have none, for others may read their results.
+    """
+    found: dict[Var, Guard] = {}
+    for eqn in slicer.eqns:
+        for old in (slicer.replaced[v] for v in eqn.outvars[:1] if v in slicer.replaced):
+            guard = next((guards[v] for v in old.outvars if v in guards), ())
+            own: Any = tuple((slicer.whole(v), k) for v, k in guard)
+            found.update((v, own) for v in eqn.outvars if own)
+    return found
 
 
 def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Atom]) -> list:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives, _specs
+from jaxpp import _jaxprs, _primitives, _specs
 from jaxpp._dimensions import found_again
 from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
 
@@ -27,35 +27,35 @@ class Rows:
     """The rule of an equation that runs part by part.
 
     `operands` tells which of its operands have the rows; the others are whole. `params` gives the
-    equation's parameters for a number of rows; None if they are the same for any. The results have
-    the rows, unless `combine` is given: it makes whole results of those of the parts.
+    equation's parameters for a number of rows; None if they are the same for any. `results` tells
+    which of its results have the rows; None for all. If `combine` is given, none has: it makes
+    whole results of those of the parts.
     """
 
     operands: tuple[bool, ...]
     params: Callable[[int], dict[str, Any]] | None = None
     combine: Callable[[Any, Any], Any] | None = None
+    results: tuple[bool, ...] | None = None
+
+    def having(self, operands: Sequence[Atom]) -> list[Atom]:
+        """Returns those operands that have the rows."""
+        return list(itertools.compress(operands, self.operands))
+
+    def made(self, results: Sequence[Var]) -> list[tuple[Var, bool]]:
+        """Returns the results, each with whether it has the rows."""
+        flags = self.results or (self.combine is None,) * len(results)
+        return list(zip(results, flags, strict=True))
 
     def members(self, eqn: Eqn) -> list[Var]:
         """Returns the variables of the equation that have the rows."""
-        results = eqn.outvars if self.combine is None else []
-        return _jaxprs.variables([*itertools.compress(eqn.invars, self.operands), *results])
-
-
-def rows_of(eqn: Eqn) -> Rows | None:
-    """Returns the rule of an equation; None where all rows have to be in one place."""
-    return _scan(eqn) if eqn.primitive.name == "scan" else _rows_from_dimensions(eqn)
-
-
-def row_by_row(eqn: Eqn) -> Rows | None:
-    """Returns the rule of an equation if no row's bits depend on the number of rows; else None."""
-    rule = None if eqn.primitive.name in _primitives.CONTRACTIONS else rows_of(eqn)
-    return rule if rule is not None and rule.combine is None else None
+        made = [v for v, has_rows in self.made(eqn.outvars) if has_rows]
+        return _jaxprs.variables([*self.having(eqn.invars), *made])
 
 
 def of_rows(eqn: Eqn, rule: Rows, operands: Sequence[Atom], rows: int) -> Eqn:
     """Makes the equation for some rows of its results, from operands that have these rows."""
-    has_rows = rule.combine is None
-    outvars = [rows_var(v, rows) if has_rows else _jaxprs.fresh_var(v) for v in eqn.outvars]
+    made = rule.made(eqn.outvars)
+    outvars = [rows_var(v, rows) if has_rows else _jaxprs.fresh_var(v) for v, has_rows in made]
     params = eqn.params if rule.params is None else rule.params(rows)
     return eqn.replace(invars=list(operands), outvars=outvars, params=params)
 
@@ -68,6 +68,11 @@ def with_rows(aval: Aval, rows: int) -> Aval:
 def rows_var(var: Atom, rows: int) -> Var:
     """Makes a new variable of the same type, but for the number of rows."""
     return Var(with_rows(var.aval, rows))
+
+
+def part_vars(var: Var, bounds: Bounds) -> list[Var]:
+    """Makes a variable for each part of one that is cut."""
+    return [rows_var(var, high - low) for low, high in itertools.pairwise(bounds)]
 
 
 def num_rows(atom: Atom) -> int:
@@ -95,37 +100,56 @@ _COMBINES: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_prod": jax.lax.mul,
     "reduce_sum": jax.lax.add,
 }
-#: The parameter that has the shape of the results.
+#: The parameter that has the shape of the results, or of a part that has all rows.
 _SHAPES = {
     "broadcast_in_dim": "shape",
+    "dynamic_slice": "slice_sizes",
+    "gather": "slice_sizes",
     "iota": "shape",
     "reshape": "new_sizes",
     "slice": "limit_indices",
 }
-#: Those that run on some rows as they run on all; an indexed one (a gather) does not.
+#: They make rows of operands that have none.
+_MAKES = frozenset("broadcast_in_dim iota reshape slice".split())
+#: They treat each matrix of their operands apart, and these the vectors: a row is one, or several.
+_OF_MATRICES = frozenset(
+    """
+    cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
+    tridiagonal
+    """.split()
+)
+_OF_VECTORS = frozenset("lu_pivots_to_permutation tridiagonal_solve".split())
+_SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split())
+#: Those that run on some rows as they run on all.
 _BY_ROWS = (
-    _primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys()
-    | frozenset("argmax argmin bitcast_convert_type pad qr squeeze transpose unstack".split())
+    _primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys() | _SCATTERS
+    | frozenset("argmax argmin bitcast_convert_type dynamic_update_slice pad".split())
+    | frozenset("reduce_xor squeeze top_k transpose unstack".split())
     | frozenset("random_bits random_split random_unwrap random_wrap".split())
 )  # fmt: skip
 
 
-def _rows_from_dimensions(eqn: Eqn) -> Rows | None:
+def from_dimensions(eqn: Eqn) -> Rows | None:
     """Makes the rule of an equation whose operands have the first dimension of its results."""
-    name, found = eqn.primitive.name, found_again(eqn)
+    name = eqn.primitive.name
+    if name in _OF_MATRICES or name in _OF_VECTORS or name == "fft":
+        of_row = len(eqn.params["fft_lengths"]) if name == "fft" else 1 + (name in _OF_MATRICES)
+        return Rows((True,) * len(eqn.invars)) if eqn.invars[0].aval.ndim > of_row else None
     if name not in _BY_ROWS:
         return None
+    found = found_again(eqn)
     if name == "iota":
         found = [] if eqn.params["dimension"] else None
-    elif name == "qr":
-        found = [(0,)] if eqn.invars[0].aval.ndim > 2 else None
     elif name == "reshape" and eqn.params.get("dimensions") is None:
         found = [(0,)] if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
     if found is None or _mixes_rows(eqn):
         return None
     has_rows, made = tuple(dims[:1] == (0,) for dims in found), num_rows(eqn.outvars[0]) >= 0
-    if made and (any(has_rows) or name in _SHAPES) and not any(0 in dims[1:] for dims in found):
-        return Rows(has_rows, functools.partial(_with_shape, eqn) if name in _SHAPES else None)
+    if made and (any(has_rows) or name in _MAKES) and not any(0 in dims[1:] for dims in found):
+        if _indexes_rows(eqn, has_rows):
+            return None
+        has_shape = name in _SHAPES and (name != "gather" or has_rows == (True, False))
+        return Rows(has_rows, functools.partial(_with_shape, eqn) if has_shape else None)
     first = {dims[0] for dims in found if dims}
     if name in _COMBINES and len(first) == 1 and (first.pop() or 0) >= eqn.outvars[0].aval.ndim:
         return Rows(tuple(map(bool, found)), combine=_COMBINES[name])
@@ -143,29 +167,24 @@ def _mixes_rows(eqn: Eqn) -> bool:
     return 0 in (axes if isinstance(axes, Sequence) else (axes,))
 
 
+def _indexes_rows(eqn: Eqn, has_rows: Sequence[bool]) -> bool:
+    """Tells whether an index says which rows an equation reads or writes."""
+    name = eqn.primitive.name
+    if name == "dynamic_slice":
+        return not has_rows[0]
+    if name == "dynamic_update_slice":
+        return not all(has_rows[:2])
+    if name == "gather":
+        return has_rows == (True, False) and 0 in eqn.params["dimension_numbers"].start_index_map
+    if name in _SCATTERS:
+        indexed = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        return not has_rows[2] or (not has_rows[1] and 0 in indexed)
+    return False
+
+
 def _with_shape(eqn: Eqn, rows: int) -> dict[str, Any]:
     parameter = _SHAPES[eqn.primitive.name]
     return {**eqn.params, parameter: (rows, *eqn.params[parameter][1:])}
-
-
-def _scan(eqn: Eqn) -> Rows | None:
-    """Makes the rule of a scan without carries, each iteration of which makes its own row."""
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    operands = tuple(i >= num_consts for i in range(len(eqn.invars)))
-    return None if num_carry else Rows(operands, lambda n: scan_params(eqn, n))
-
-
-def scanned(eqn: Eqn) -> list[Atom]:
-    """Returns the operands and results that a `scan` reads and makes row by row."""
-    if eqn.primitive.name != "scan":
-        return []
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    return [*eqn.invars[num_consts + num_carry :], *eqn.outvars[num_carry:]]
-
-
-def scan_params(eqn: Eqn, length: int) -> dict[str, Any]:
-    """Returns the parameters of a `scan` for another number of iterations."""
-    return {**eqn.params, "length": length, "unroll": min(eqn.params["unroll"], length)}
 
 
 # ---- slices, pads and concatenations of rows ----------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import jaxpp
 from jaxpp import _compat, _jaxprs
 from jaxpp.runtime import StackedArray
-from jaxpp.transforms.stacked import Classes, Splitter
+from jaxpp.transforms.stacked import Classes, in_parts, part_vars
 from tests.helpers import mesh_of
 from tests.transforms import two_layers
 
@@ -443,18 +443,18 @@ def test_an_equation_gives_part_by_part_what_it_gives_as_a_whole(fun, pieces):
     classes = Classes(jaxpr.eqns)
     variables = [arg, *(v for e in jaxpr.eqns for v in e.outvars)]
     cut = {v: bounds for v in variables if classes.of(v) is classes.of(arg)}
-    splitter = Splitter(cut, [arg])
-    splitter.rewrite(jaxpr.eqns)
+    given = part_vars(arg, bounds)
+    slicer = in_parts(jaxpr.eqns, cut, {arg: given})
     outs, joined = [], []
     for v in jaxpr.jaxpr.outvars:
-        parts = splitter.outputs([v], [cut.get(v)])
+        parts = slicer.outputs([v], [cut.get(v)])
         outs.extend(parts)
         joined.append(len(parts))
-    assert (pieces is None) == bool(splitter.gathered)
+    assert (pieces is None) == bool(slicer.gathered)
     if pieces is not None:
         assert all(n == (2 if pieces else 1) for n in joined)
-    invars = [*jaxpr.jaxpr.invars[:-1], *splitter.inputs[0]]
-    split = _compat.make_closed_jaxpr(invars, outs, [e for e, _ in splitter.eqns])
+    invars = [*jaxpr.jaxpr.invars[:-1], *given]
+    split = _compat.make_closed_jaxpr(invars, outs, slicer.eqns)
     values = iter(jax.jit(lambda *xs: _jaxprs.run(split, *xs))(*consts, x[:2], x[2:]))
     got = [
         np.concatenate([next(values) for _ in range(n)]) if n > 1 else next(values) for n in joined
