@@ -7,6 +7,7 @@ once gathers them.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -104,7 +105,7 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, Guard]]:
-    """Chooses where variables are cut, and opens the conditionals over such variables."""
+    """Chooses where variables are cut, and opens what holds equations over such variables."""
     jaxpr, guards = _slice_literals(step.jaxpr), step.guards
     # An argument that ranks load themselves is loaded whole.
     whole = [n for n, a in enumerate(step.arguments) if a.fed]
@@ -113,13 +114,27 @@ def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, G
         stuck = [
             e
             for e in jaxpr.eqns
-            if e.primitive.name == "cond"
+            if e.primitive.name in ("cond", "custom_linear_solve")
             and not e.effects
             and any(v in bounds for v in _jaxprs.variables([*e.invars, *e.outvars]))
         ]
-        if not stuck:
+        conditionals = [e for e in stuck if e.primitive.name == "cond"]
+        if conditionals:
+            jaxpr, guards = _conditionals.open_conditionals(jaxpr, conditionals, guards, [])
+        elif systems := {v for e in stuck for v in e.outvars if v not in guards}:
+            jaxpr = _jaxprs.rewrite(jaxpr, functools.partial(_solution, systems))
+        else:
             return jaxpr, bounds, guards
-        jaxpr, guards = _conditionals.open_conditionals(jaxpr, stuck, guards, [])
+
+
+def _solution(systems: set[Var], eqn: Eqn) -> _jaxprs.Replacement | None:
+    """Opens a `custom_linear_solve`: its other functions are for derivatives of the solution."""
+    if systems.isdisjoint(eqn.outvars):
+        return None
+    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    rest = eqn.invars[lengths.matvec + lengths.vecmat :]
+    operands = [*rest[: lengths.solve], *rest[lengths.solve + lengths.transpose_solve :]]
+    return _jaxprs.inline_body(_jaxprs.inline(jaxprs.solve, lambda e: True), operands, eqn)
 
 
 def _bounds(

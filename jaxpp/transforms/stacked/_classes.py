@@ -17,9 +17,6 @@ from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._cut_scan import scan_params, scanned
 from jaxpp.transforms.stacked._rows import Bounds, Rows
 
-#: Equations that run a jaxpr over and over.
-LOOPS = ("scan", "while")
-
 
 class Classes:
     """The variables in classes; equations join those of a class, so their rows are cut alike."""
@@ -78,7 +75,7 @@ class Classes:
 
 def rule_of(eqn: Eqn) -> Rows | None:
     """Returns the rule of an equation; None where all rows have to be in one place."""
-    if eqn.primitive.name not in LOOPS:
+    if eqn.primitive.name not in ("scan", "while"):
         return _rows.from_dimensions(eqn)
     if eqn.primitive.name == "while" or _compat.scan_parts(eqn)[1]:
         return _carried_rows(eqn)

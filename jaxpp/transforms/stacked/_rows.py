@@ -100,31 +100,17 @@ _COMBINES: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_prod": jax.lax.mul,
     "reduce_sum": jax.lax.add,
 }
-#: The parameter that has the shape of the results, or of a part that has all rows.
+#: The parameter that has the shape of the results.
 _SHAPES = {
     "broadcast_in_dim": "shape",
-    "dynamic_slice": "slice_sizes",
-    "gather": "slice_sizes",
     "iota": "shape",
     "reshape": "new_sizes",
     "slice": "limit_indices",
 }
-#: They make rows of operands that have none.
-_MAKES = frozenset("broadcast_in_dim iota reshape slice".split())
-#: They treat each matrix of their operands apart, and these the vectors: a row is one, or several.
-_OF_MATRICES = frozenset(
-    """
-    cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
-    tridiagonal
-    """.split()
-)
-_OF_VECTORS = frozenset("lu_pivots_to_permutation tridiagonal_solve".split())
-_SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split())
 #: Those that run on some rows as they run on all.
 _BY_ROWS = (
-    _primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys() | _SCATTERS
-    | frozenset("argmax argmin bitcast_convert_type dynamic_update_slice pad".split())
-    | frozenset("reduce_xor squeeze top_k transpose unstack".split())
+    _primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys()
+    | frozenset("argmax argmin bitcast_convert_type pad squeeze transpose unstack".split())
     | frozenset("random_bits random_split random_unwrap random_wrap".split())
 )  # fmt: skip
 
@@ -132,12 +118,14 @@ _BY_ROWS = (
 def from_dimensions(eqn: Eqn) -> Rows | None:
     """Makes the rule of an equation whose operands have the first dimension of its results."""
     name = eqn.primitive.name
-    if name in _OF_MATRICES or name in _OF_VECTORS or name == "fft":
-        of_row = len(eqn.params["fft_lengths"]) if name == "fft" else 1 + (name in _OF_MATRICES)
-        return Rows((True,) * len(eqn.invars)) if eqn.invars[0].aval.ndim > of_row else None
+    if name in _SEVERAL:
+        has_rows = _SEVERAL[name](eqn, [getattr(v.aval, "shape", ()) for v in eqn.invars])
+        sized = "slice_sizes" in eqn.params and has_rows is not None and not all(has_rows[:2])
+        params = functools.partial(_with_shape, eqn, "slice_sizes") if sized else None
+        return None if has_rows is None else Rows(has_rows, params)
+    found = found_again(eqn)
     if name not in _BY_ROWS:
         return None
-    found = found_again(eqn)
     if name == "iota":
         found = [] if eqn.params["dimension"] else None
     elif name == "reshape" and eqn.params.get("dimensions") is None:
@@ -145,11 +133,9 @@ def from_dimensions(eqn: Eqn) -> Rows | None:
     if found is None or _mixes_rows(eqn):
         return None
     has_rows, made = tuple(dims[:1] == (0,) for dims in found), num_rows(eqn.outvars[0]) >= 0
-    if made and (any(has_rows) or name in _MAKES) and not any(0 in dims[1:] for dims in found):
-        if _indexes_rows(eqn, has_rows):
-            return None
-        has_shape = name in _SHAPES and (name != "gather" or has_rows == (True, False))
-        return Rows(has_rows, functools.partial(_with_shape, eqn) if has_shape else None)
+    if made and (any(has_rows) or name in _SHAPES) and not any(0 in dims[1:] for dims in found):
+        shape = _SHAPES.get(name)
+        return Rows(has_rows, functools.partial(_with_shape, eqn, shape) if shape else None)
     first = {dims[0] for dims in found if dims}
     if name in _COMBINES and len(first) == 1 and (first.pop() or 0) >= eqn.outvars[0].aval.ndim:
         return Rows(tuple(map(bool, found)), combine=_COMBINES[name])
@@ -167,24 +153,76 @@ def _mixes_rows(eqn: Eqn) -> bool:
     return 0 in (axes if isinstance(axes, Sequence) else (axes,))
 
 
-def _indexes_rows(eqn: Eqn, has_rows: Sequence[bool]) -> bool:
-    """Tells whether an index says which rows an equation reads or writes."""
-    name = eqn.primitive.name
-    if name == "dynamic_slice":
-        return not has_rows[0]
-    if name == "dynamic_update_slice":
-        return not all(has_rows[:2])
-    if name == "gather":
-        return has_rows == (True, False) and 0 in eqn.params["dimension_numbers"].start_index_map
-    if name in _SCATTERS:
-        indexed = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-        return not has_rows[2] or (not has_rows[1] and 0 in indexed)
-    return False
-
-
-def _with_shape(eqn: Eqn, rows: int) -> dict[str, Any]:
-    parameter = _SHAPES[eqn.primitive.name]
+def _with_shape(eqn: Eqn, parameter: str, rows: int) -> dict[str, Any]:
     return {**eqn.params, parameter: (rows, *eqn.params[parameter][1:])}
+
+
+# ---- rules of what is batched over rows, or indexed in each of them -----------------------------
+
+_Flags = tuple[bool, ...] | None
+
+
+def _batched(num_dims: int) -> Callable[[Eqn, list[tuple[int, ...]]], _Flags]:
+    """Makes the rule of an operation on arrays of some dimensions, and on stacks of such."""
+    return lambda eqn, shapes: (True,) * len(shapes) if len(shapes[0]) > num_dims else None
+
+
+def _dynamic_slice(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    (array, *indices), sizes = shapes, eqn.params["slice_sizes"]
+    return (True, *(False for _ in indices)) if array[:1] == tuple(sizes[:1]) else None
+
+
+def _dynamic_update_slice(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    array, update, *indices = shapes
+    return (True, True, *(False for _ in indices)) if array[:1] == update[:1] else None
+
+
+def _gather(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    numbers, (array, _) = eqn.params["dimension_numbers"], shapes
+    batch = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    if batch.get(0) == 0 and 0 not in numbers.offset_dims:
+        return True, True
+    is_window = numbers.offset_dims[:1] == (0,) and 0 not in numbers.collapsed_slice_dims
+    is_whole = tuple(eqn.params["slice_sizes"][:1]) == array[:1] and 0 not in batch
+    return (True, False) if is_window and is_whole and 0 not in numbers.start_index_map else None
+
+
+def _scatter(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    numbers, (array, _, updates) = eqn.params["dimension_numbers"], shapes
+    batch = dict(
+        zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    )
+    if batch.get(0) == 0 and 0 not in numbers.update_window_dims:
+        return True, True, True
+    is_window = numbers.update_window_dims[:1] == (0,) and 0 not in numbers.inserted_window_dims
+    is_whole = updates[:1] == array[:1] and 0 not in batch
+    indexed = numbers.scatter_dims_to_operand_dims
+    return (True, False, True) if is_window and is_whole and 0 not in indexed else None
+
+
+def _top_k(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    return (True,) if eqn.params.get("axis", -1) % len(shapes[0]) else None
+
+
+_MATRICES = """
+    cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
+    tridiagonal
+""".split()
+_SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split()
+#: For operations of several dimensions, by their names: which operands have the rows of the
+#: results, by the shapes of the operands.
+_SEVERAL: dict[str, Callable[[Eqn, list[tuple[int, ...]]], _Flags]] = {
+    **dict.fromkeys(_MATRICES, _batched(2)),
+    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _batched(1)),
+    **dict.fromkeys(_SCATTERS, _scatter),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "fft": lambda eqn, shapes: _batched(len(eqn.params["fft_lengths"]))(eqn, shapes),
+    "gather": _gather,
+    "top_k": _top_k,
+}
 
 
 # ---- slices, pads and concatenations of rows ----------------------------------------------------

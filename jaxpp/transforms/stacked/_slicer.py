@@ -18,7 +18,7 @@ import jax.extend.core as jex
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stacked import _rows
-from jaxpp.transforms.stacked._classes import LOOPS, row_by_row, rule_of
+from jaxpp.transforms.stacked._classes import row_by_row, rule_of
 from jaxpp.transforms.stacked._cut_scan import cut_scan, scanned
 from jaxpp.transforms.stacked._rows import Bounds, Rows
 
@@ -381,7 +381,7 @@ def in_parts(
     """
 
     def is_open(eqn: Eqn) -> bool:
-        return not any(True for _ in _jaxprs.sub_jaxprs(eqn)) or eqn.primitive.name in LOOPS
+        return _jaxprs.called_jaxpr(eqn) is None and eqn.primitive.name != "cond"
 
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     slicer = Slicer(maker, bounds=bounds, given=given, enters=is_open)
