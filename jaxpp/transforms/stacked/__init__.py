@@ -16,3 +16,4 @@ from jaxpp.transforms.stacked._scans import layer_scans as layer_scans
 from jaxpp.transforms.stacked._scans import loop_that_is_one_unit as loop_that_is_one_unit
 from jaxpp.transforms.stacked._slicer import Slicer as Slicer
 from jaxpp.transforms.stacked._slicer import in_parts as in_parts
+from jaxpp.transforms.stacked._used import rows_used as rows_used

@@ -25,9 +25,9 @@ from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
     in_parts,
-    num_rows,
     pad_interval,
     part_vars,
+    rows_used,
     takes_some_rows,
 )
 from jaxpp.transforms.tasks import _loop
@@ -314,16 +314,12 @@ def split_stacked_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
 
 
 def _bounds(loop: MicrobatchLoop) -> dict[Var, Bounds]:
-    """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
+    """Finds where carries, and what they become, are cut: by the rows that stages make or read."""
     classes = Classes(loop.eqns, zip(loop.carries, loop.carry_outs, strict=True))
-    used = [
-        (eqn.outvars[0], interval, frozenset({loop.stage(position)}))
-        for eqn, position in loop.placed()
-        if position is not None and (interval := pad_interval(eqn))
-        if interval != (0, num_rows(eqn.outvars[0]))
-    ]
+    of_stages = [(e, None if p is None else loop.stage(p)) for e, p in loop.placed()]
     carried = {classes.of(v) for v in loop.carries}
     variables = [*loop.consts, *loop.carries, *loop.xs, *_jaxprs.results_of(loop.eqns)]
+    used = rows_used(of_stages, classes)
     return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
 
 
