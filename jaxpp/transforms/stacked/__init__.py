@@ -17,3 +17,4 @@ from jaxpp.transforms.stacked._scans import loop_that_is_one_unit as loop_that_i
 from jaxpp.transforms.stacked._slicer import Slicer as Slicer
 from jaxpp.transforms.stacked._slicer import in_parts as in_parts
 from jaxpp.transforms.stacked._used import rows_used as rows_used
+from jaxpp.transforms.stacked._used import states_of_layers as states_of_layers
