@@ -14,6 +14,8 @@ from jaxpp.transforms.stacked._scans import divide_scans as divide_scans
 from jaxpp.transforms.stacked._scans import find_scan as find_scan
 from jaxpp.transforms.stacked._scans import layer_scans as layer_scans
 from jaxpp.transforms.stacked._scans import loop_that_is_one_unit as loop_that_is_one_unit
+from jaxpp.transforms.stacked._scans import walk_stacks as walk_stacks
+from jaxpp.transforms.stacked._scans import way_out as way_out
 from jaxpp.transforms.stacked._slicer import Slicer as Slicer
 from jaxpp.transforms.stacked._slicer import in_parts as in_parts
 from jaxpp.transforms.stacked._used import rows_used as rows_used

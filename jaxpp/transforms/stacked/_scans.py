@@ -14,12 +14,14 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from jaxpp import _checkpoints, _compat, _jaxprs
 from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._cut_scan import cut_scan
 from jaxpp.transforms.stacked._slicer import Slicer
+from jaxpp.transforms.stacked._walked import walked_as_xs
 
 #: A place where a program can be cut: the number of a scan, and the iteration after the cut.
 Iteration = tuple[int, int]
@@ -111,6 +113,16 @@ def divide_scans(
     return Divided(divided, place_of, slices, joins)
 
 
+def walk_stacks(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> tuple[jex.ClosedJaxpr, list[Eqn]]:
+    """Makes scans over stacked layers of those that take a layer of the model by its number.
+
+    Returns:
+        the program, and the scans of it that took layers so.
+    """
+    sources = _read(jaxpr, model)[1]
+    return walked_as_xs(jaxpr, lambda array: bool(sources.model_arrays(array)))
+
+
 def layer_scans(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> list[LayerScan]:
     """Finds the scans over arrays of the model, its inputs `model`, in a program."""
     return _read(jaxpr, model)[0]
@@ -144,6 +156,23 @@ def loop_that_is_one_unit(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> str:
     loops = [e for e in jaxpr.eqns if e.primitive.name in ("scan", "while")]
     obstacle = _obstacle(loops, sources, (1 << len(model)) - 1, "a parameter")
     return f" A loop counts as one place where {obstacle}" if obstacle else ""
+
+
+def way_out(jaxpr: jex.ClosedJaxpr, model: Sequence[Var], loop: Eqn) -> str:
+    """Says how a loop of the program can be written so that it can be cut; empty if it is none."""
+    sources = _read(jaxpr, model)[1]
+    if loop.primitive.name not in ("scan", "while"):
+        return ""
+    xs = loop.invars[sum(_compat.scan_parts(loop)) :] if loop.primitive.name == "scan" else []
+    if any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in xs):
+        return (
+            "a scan is cut between its iterations if it goes over arrays of the first argument: if "
+            "its xs are parameters, make them the first argument of the function"
+        )
+    obstacle = _obstacle([loop], sources, (1 << len(model)) - 1, "a parameter") or ""
+    return (
+        f"{obstacle} Run the layers by a lax.scan over the layers, with their stack as xs".strip()
+    )
 
 
 # ---- finding scans ------------------------------------------------------------------------------
