@@ -90,7 +90,7 @@ def test_states_stay_with_their_layers(loss, stages, schedule):
 
 
 def test_caches_that_no_microbatch_hands_on_stay_with_their_layers():
-    """One pass over the stages, as a step of decoding."""
+    """As in a step of decoding: each microbatch reads what is there before the step."""
 
     def decode(w, cache, x):
         def layer(h, own):
@@ -100,9 +100,15 @@ def test_caches_that_no_microbatch_hands_on_stay_with_their_layers():
 
         return jax.lax.scan(layer, x, (w, cache))
 
+    def forward(staged, num):
+        axes, reduce = (None, None, 0), ("concat", "last")
+        return jaxpp.microbatch(jaxpp.wrap_forward(staged), num, in_axes=axes, reduce=reduce)
+
     cache = jax.random.normal(jax.random.key(3), (LAYERS, 3, WIDTH))
-    placed = jaxpp.place(jaxpp.wrap_forward(jaxpp.split_stages(decode, 2)), mesh_of(2))
-    got, want = placed(PARAMS, cache, X), decode(PARAMS, cache, X)
+    loop = jaxpp.schedule(forward(jaxpp.split_stages(decode, 2), 2), S.ForwardOnly())
+    placed = jaxpp.place(loop, mesh_of(2))
+    got, want = placed(PARAMS, cache, X), jax.jit(forward(decode, 2))(PARAMS, cache, X)
     assert isinstance(got[1], StackedArray) and got[1].bounds == (0, 2, 4)
     chex.assert_trees_all_close(jax.tree.map(np.asarray, got), want, rtol=1e-6)
     jaxpp.testing.assert_no_transfers_of(placed, (PARAMS, cache))
+    jaxpp.certify(placed, PARAMS, cache, X)
