@@ -193,6 +193,8 @@ def _evaluated(eqn: Eqn, operands: list[Any]) -> Any:
 
 def _numbers(array: Atom, maker: Mapping[Var, Eqn]) -> np.ndarray | None:
     """Returns the values of an array of numbers, if no argument has a part in them."""
+    if not _is_count(array):
+        return None
     if _jaxprs.is_literal(array):
         return np.asarray(array.val)
     eqn = maker.get(array)
@@ -208,27 +210,34 @@ def _step(eqns: list[Eqn], count: Var, after: Atom) -> int | None:
     """Returns what a carried number grows by in each iteration; None if it does not count."""
     for eqn in eqns:
         if after in eqn.outvars and eqn.primitive.name == "add" and count in eqn.invars:
-            (step,) = [x for x in eqn.invars if x is not count] or [count]
-            is_count = _jaxprs.is_literal(step) and jnp.issubdtype(count.aval.dtype, jnp.integer)
-            return int(step.val) if is_count and count.aval.shape == () else None
+            for step in eqn.invars:
+                if _jaxprs.is_literal(step) and count.aval.shape == () and _is_count(count):
+                    return int(step.val)
     return None
+
+
+def _is_count(atom: Atom) -> bool:
+    """Tells whether an atom is a whole number or a truth value, or an array of such."""
+    return any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.integer, jnp.bool_))
 
 
 def _computed(eqn: Eqn, values: Mapping[Var, np.ndarray], length: int) -> dict[Var, np.ndarray]:
     """Computes what an equation makes of known numbers, in all iterations at once."""
-    known = [v in values for v in _jaxprs.variables(eqn.invars)]
-    if not known or not all(known) or len(eqn.outvars) > 1 or eqn.outvars[0].aval.size > 1:
+    operands = _jaxprs.variables(eqn.invars)
+    if not operands or not all(v in values for v in operands) or len(eqn.outvars) > 1:
+        return {}
+    if eqn.outvars[0].aval.size > 1 or not _is_count(eqn.outvars[0]):
         return {}
     if eqn.primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
-        return {eqn.outvars[0]: values[eqn.invars[0]]}
+        return {eqn.outvars[0]: values[operands[0]]}
     if eqn.primitive.name not in _primitives.ELEMENTWISE:
         return {}
-    operands = [
+    numbers = [
         np.broadcast_to(np.asarray(x.val, x.aval.dtype), length)
         if _jaxprs.is_literal(x) else values[x]
         for x in eqn.invars
     ]  # fmt: skip
-    return {eqn.outvars[0]: _evaluated(eqn, operands)}
+    return {eqn.outvars[0]: _evaluated(eqn, numbers)}
 
 
 def _row_taken(eqn: Eqn) -> list[Atom]:
