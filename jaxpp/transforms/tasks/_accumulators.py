@@ -24,9 +24,10 @@ from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
-    Splitter,
-    num_rows,
+    in_parts,
     pad_interval,
+    part_vars,
+    rows_used,
     takes_some_rows,
 )
 from jaxpp.transforms.tasks import _loop
@@ -291,36 +292,34 @@ def split_stacked_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
     cuts = [bounds.get(v) for v in loop.carries]
     if not any(cuts):
         return loop
-    splitter = Splitter(bounds, loop.carries)
-    splitter.rewrite(loop.eqns)
+    given = {v: part_vars(v, bounds[v]) for v in loop.carries if v in bounds}
+    parts = [given.get(v, [v]) for v in loop.carries]
+    slicer = in_parts(loop.eqns, bounds, given)
     joins = [None if cut is None else lambda *rows: jax.lax.concatenate(rows, 0) for cut in cuts]
     operands, before = dict(loop.operands), list(loop.before)
-    for carry, parts, cut in zip(loop.carries, splitter.inputs, cuts, strict=True):
-        for part, rows in zip(parts, itertools.pairwise(cut or ()), strict=False):
+    for carry, cut in zip(loop.carries, cuts, strict=True):
+        for part, rows in zip(given.get(carry, ()), itertools.pairwise(cut or ()), strict=True):
             take = functools.partial(jax.lax.slice_in_dim, start_index=rows[0], limit_index=rows[1])
             eqns, (operands[part],) = _jaxprs.record(take, [loop.operands[carry]])
             before += eqns
-    carry_outs = splitter.outputs(loop.carry_outs, cuts)
-    ys = splitter.outputs(loop.ys, [None] * len(loop.ys))
+    carry_outs = slicer.outputs(loop.carry_outs, cuts)
+    ys = slicer.outputs(loop.ys, [None] * len(loop.ys))
     # New equations have no position: they join a task by dependence later.
-    placed = [(e, None if n is None else loop.position[n]) for e, n in splitter.eqns]
-    keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
-    loop = loop.divided(splitter.inputs, joins, operands=operands, before=tuple(before))
+    position = {v: k for e, k in loop.placed() for v in e.outvars}
+    placed = [(e, next((position.get(v) for v in e.outvars), None)) for e in slicer.eqns]
+    keep = _jaxprs.ancestors(slicer.eqns, (*carry_outs, *ys))
+    loop = loop.divided(parts, joins, operands=operands, before=tuple(before))
     placed = itertools.compress(placed, keep)
     return loop.with_equations(placed, carry_outs=tuple(carry_outs), ys=tuple(ys))
 
 
 def _bounds(loop: MicrobatchLoop) -> dict[Var, Bounds]:
-    """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
+    """Finds where carries, and what they become, are cut: by the rows that stages make or read."""
     classes = Classes(loop.eqns, zip(loop.carries, loop.carry_outs, strict=True))
-    used = [
-        (eqn.outvars[0], interval, frozenset({loop.stage(position)}))
-        for eqn, position in loop.placed()
-        if position is not None and (interval := pad_interval(eqn))
-        if interval != (0, num_rows(eqn.outvars[0]))
-    ]
+    of_stages = [(e, None if p is None else loop.stage(p)) for e, p in loop.placed()]
     carried = {classes.of(v) for v in loop.carries}
     variables = [*loop.consts, *loop.carries, *loop.xs, *_jaxprs.results_of(loop.eqns)]
+    used = rows_used(of_stages, classes)
     return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
 
 

@@ -104,8 +104,8 @@ def place_glue(loop: MicrobatchLoop) -> MicrobatchLoop:
             return None
         own = position[i]
         if own is None:
-            own = position[i] = max(near, default=loop.num_stages - 1)
-        if (latest := max(near, default=own)) > own:
+            own = position[i] = max(near, default=None)
+        if own is not None and (latest := max(near, default=own)) > own:
             raise ValueError(
                 f"schedule: the `{loop.eqns[i].primitive.name}`"
                 f"{_compat.at_source_line(loop.eqns[i])} of {loop.task_name(own)} reads a value of "
@@ -116,7 +116,12 @@ def place_glue(loop: MicrobatchLoop) -> MicrobatchLoop:
 
     flow.up({}, first_reader, min)
     flow.down({}, last_source)
-    return loop.with_equations(zip(loop.eqns, position, strict=True))
+    flow.up({}, first_reader, min)  # of what depends on carries alone
+    placed = [
+        loop.num_stages - 1 if p is None and not r else p
+        for p, r in zip(position, repeatable, strict=True)
+    ]
+    return loop.with_equations(zip(loop.eqns, placed, strict=True))
 
 
 def keep_carries(loop: MicrobatchLoop) -> MicrobatchLoop:
