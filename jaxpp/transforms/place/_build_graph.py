@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -18,7 +19,7 @@ from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value
 from jaxpp.transforms.inside import on_rows
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.stages import stage_of_call
-from jaxpp.transforms.tasks import ScheduledLoop, is_loop, row_type, with_rows
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop, row_type, rows_type
 
 
 def build(step: Step) -> TaskGraph:
@@ -180,7 +181,8 @@ class _Builder:
         known = self._operands_of(eqn, loop, number)
         results = dict(zip(loop.results, eqn.outvars, strict=True))
         #: What keeps a result of the body: its carry, or a buffer of its own.
-        kept_in = dict(zip(loop.carry_outs, loop.carries, strict=True)) | {v: v for v in loop.ys}
+        kept_in: dict[Atom, Any] = dict(zip(loop.carry_outs, loop.carries, strict=True))
+        kept_in |= {v: v for v in loop.ys}
         tasks = {t.params["key"]: t for t in (*loop.tasks, *loop.recomputations)}
         _check_kinds(table, [kind for kind, _ in tasks])
         lifted = zip(tasks.items(), _lifted(list(tasks.values())), strict=True)
@@ -217,7 +219,7 @@ class _Builder:
             outputs = []
             for v in tasks[key].outvars:
                 if (kept := kept_in.get(v)) is None:
-                    aval = with_rows(v.aval, loop.replicas) if loop.replicas > 1 else v.aval
+                    aval = rows_type(v.aval, loop.replicas) if loop.replicas > 1 else v.aval
                     value = Value(aval, "edge", str(task))
                     if task.kind is Kind.R:
                         again[mb, v, stage] = value
@@ -364,7 +366,7 @@ class _Builder:
         """Makes the computation of all replicas of that of one."""
         run = on_rows(jaxpr, has_rows, replicas, self.step.inside)
         avals = [
-            with_rows(v.aval, replicas) if own else v.aval
+            rows_type(v.aval, replicas) if own else v.aval
             for v, own in zip(jaxpr.jaxpr.invars, has_rows, strict=True)
         ]
         made, constants = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals))
