@@ -244,7 +244,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are those of the other direction",
-        "jaxpp/transforms/tasks/_accumulators.py",
+        "jaxpp/transforms/tasks/_write.py",
         "own = np.array(taken * loop.replicas) == direction",
         "own = np.array(taken * loop.replicas) != direction",
         refuted_on="both directions",
@@ -327,8 +327,8 @@ MUTATIONS = (
     Mutation(
         "directions of replicas are put together in rows of one",
         "jaxpp/transforms/tasks/_replicas.py",
-        "join, count = _accumulators.rows_of(loop), loop.num_directions",
-        "join, count = _accumulators.first_of, loop.num_directions",
+        "join, count = _write.row_by_direction(loop), loop.num_directions",
+        "join, count = _write.first_of, loop.num_directions",
         refuted_on="replicas, DualPipe",
     ),
     Mutation(
@@ -362,8 +362,8 @@ MUTATIONS = (
     ),
     Mutation(
         "each direction begins with what was there",
-        "jaxpp/transforms/tasks/_accumulators.py",
-        "eqns, start = neutral(loop.folds.get(v), start)",
+        "jaxpp/transforms/tasks/_write.py",
+        "eqns, start = _accumulators.neutral(loop.folds.get(v), start)",
         "eqns = list[Eqn]()",
         refuted_on="by hand, DualPipe",
         like="gradients that are there already count twice",

@@ -231,10 +231,14 @@ class Value(Protocol):
     `begins` it.
     """
 
-    aval: Aval
-    spec: Spec | None
-    memory: Hashable
-    begins: bool
+    @property
+    def aval(self) -> Aval: ...
+    @property
+    def spec(self) -> Spec | None: ...
+    @property
+    def memory(self) -> Hashable: ...
+    @property
+    def begins(self) -> bool: ...
 
 
 class Task(Protocol):

@@ -1,9 +1,8 @@
 """Gives a loop the accumulators that its tasks need, each of one task.
 
-A frozen parameter needs none. A parameter that several tasks read has one a task, one that is
-stacked over layers one for the rows of each stage, and where microbatches take two directions
-through the ranks, each direction has its own. Those of one result are combined once, after the
-loop.
+A frozen parameter needs none. A parameter that several tasks read has one a task, and one that is
+stacked over layers one for the rows of each stage. Those of one result are combined once, after the
+loop. (Each direction of a schedule gets its own in `_write`.)
 """
 
 import collections
@@ -16,9 +15,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpp import _jaxprs, _primitives, _specs, schedules
+from jaxpp import _jaxprs, _primitives, _specs
 from jaxpp._groups import Flow
 from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.schedules import Kind
@@ -30,7 +28,7 @@ from jaxpp.transforms.stacked import (
     pad_interval,
     takes_some_rows,
 )
-from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow, loop_p
+from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow
 
 # ---- of a task -----------------------------------------------------------------------------------
 
@@ -338,77 +336,3 @@ def _open_calls(loop: ScheduledLoop) -> ScheduledLoop:
         return False
 
     return loop.rewritten(_jaxprs.inlining(touches_rows))
-
-
-# ---- of a direction ------------------------------------------------------------------------------
-
-
-def write(
-    loop: ScheduledLoop, source: Eqn, join_rows: Callable[..., Any] | None = None
-) -> list[Eqn]:
-    """Writes a loop of tasks as equations: what is before it, its own, and what is after it.
-
-    Each of several directions has accumulators of its own, and the results of these are joined.
-
-    Args:
-        loop: the loop.
-        source: an equation whose source line is that of the loop's own.
-        join_rows: makes a result with a row for each slice from those of the directions; None for
-            what takes each row from its slice's direction.
-
-    Raises:
-        jaxpp.schedules.ScheduleError: if a value is carried through all microbatches in order,
-            which a loop of two directions does not have.
-    """
-    before, operands = list(loop.before), []
-    for v, direction in loop.operands:
-        eqns, start = [], loop.outside[v]
-        if direction:
-            eqns, start = neutral(loop.folds.get(v), start)
-        before += eqns
-        operands.append(start)
-    results, after = list(loop.outvars), []
-    if loop.num_directions > 1:
-        _check_unordered(loop)
-        parts = [[_jaxprs.fresh_var(v) for _ in range(loop.num_directions)] for v in results]
-        joins = [folded(f) if f else first_of for f in map(loop.folds.get, loop.carries)]
-        joins += [join_rows or rows_of(loop)] * len(loop.ys)
-        for own, join, result in zip(parts, joins, results, strict=True):
-            after += _jaxprs.splice(join, own, [result])
-        results = list(itertools.chain(*parts))
-    bind = functools.partial(loop_p.bind, **loop.params)
-    return [*before, *_jaxprs.splice(bind, operands, results, source), *after, *loop.after]
-
-
-def _check_unordered(loop: ScheduledLoop) -> None:
-    for (kind, stage), line in loop.ordered.items():
-        raise schedules.ScheduleError(
-            f"the schedule sends microbatches through the ranks in {loop.num_directions} "
-            f"directions, but the loop carries a value{line} through {kind}[stage {stage}] from "
-            f"each microbatch to the next in order; combine it by 'mean', 'sum', 'max', 'stack' or "
-            f"'concat', or use a schedule of one direction."
-        )
-
-
-def first_of(first, *_):
-    """Joins what is the same in all directions, as what no task changes is."""
-    return first
-
-
-def rows_of(loop: ScheduledLoop) -> Callable[..., Any]:
-    """Returns the function that takes each microbatch's row from its direction's result.
-
-    Where there are several replicas, it gives the rows of one after those of the other.
-    """
-    taken = loop.table.direction_of[::-1] if loop.reverse else loop.table.direction_of
-
-    def join(*results):
-        if loop.replicas > 1:
-            results = [rows.reshape(-1, *rows.shape[2:]) for rows in results]
-        first, *others = results
-        for direction, rows in enumerate(others, 1):
-            own = np.array(taken * loop.replicas) == direction
-            first = jnp.where(own.reshape((-1, *(1,) * (rows.ndim - 1))), rows, first)
-        return first
-
-    return join

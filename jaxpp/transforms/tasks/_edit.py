@@ -221,8 +221,8 @@ class Loop:
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
         if before and (ranks := self._ranks_of(*before)) != (own := self._ranks_of("F", stage)):
             raise self._error(
-                f"inserts {name} before {''.join(map(str, before))}, which {_named(ranks)} runs; "
-                f"{name} is a task of {_named(own)}: name a task of that rank."
+                f"inserts {name} before {''.join(map(str, before))}, which {_ranks(ranks)} runs; "
+                f"{name} is a task of {_ranks(own)}: name a task of that rank."
             )
         self._check_known(values)
         sent = list(map(self._sent, values))
@@ -505,7 +505,7 @@ class _Made(NamedTuple):
         return self.task.giving(new), list(new)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxpp import _compat, _jaxprs
 from jaxpp._definitions import definition_of
 from jaxpp._typing import Eqn, P, R, Var
-from jaxpp.transforms.tasks import _accumulators, _loop
+from jaxpp.transforms.tasks import _loop, _write
 from jaxpp.transforms.tasks._edit import Loop
 
 
@@ -152,7 +152,7 @@ def _bound(eqn: Eqn, loop: Loop) -> tuple[list[Eqn], list[Var]]:
     count = edited.num_directions
     if count == 1 and edited.replicas == 1:
         return eqns, added
-    join, joined = _accumulators.rows_of(edited), []
+    join, joined = _write.row_by_direction(edited), []
     for n in range(0, len(added), count):
         more, (result,) = _jaxprs.record(join, added[n : n + count], eqn)
         eqns += more

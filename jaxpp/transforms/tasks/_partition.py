@@ -110,8 +110,8 @@ def place_glue(loop: ScheduledLoop) -> ScheduledLoop:
         if in_flow(latest := last(near, default=own)) > in_flow(own):
             raise ValueError(
                 f"schedule: the `{loop.eqns[i].primitive.name}`"
-                f"{_compat.at_source_line(loop.eqns[i])} of {_named(own)} reads a value of "
-                f"{_named(latest)}, which comes after it: the loop body is not one forward "
+                f"{_compat.at_source_line(loop.eqns[i])} of {_task_text(own)} reads a value of "
+                f"{_task_text(latest)}, which comes after it: the loop body is not one forward "
                 f"and one backward pass over the stages."
             )
         return own
@@ -121,7 +121,7 @@ def place_glue(loop: ScheduledLoop) -> ScheduledLoop:
     return loop.with_equations(zip(loop.eqns, task_of, strict=True))
 
 
-def _named(key: Key) -> str:
+def _task_text(key: Key) -> str:
     """Names a task for an error message; a half of a backward is one."""
     return f"{'F' if key.kind is Kind.F else 'B'} of stage {key.stage}"
 
@@ -197,8 +197,8 @@ def _clusters(loop: ScheduledLoop) -> list[Cluster[Key]]:
             line = "" if maker is None else _compat.at_source_line(loop.eqns[maker])
             raise ValueError(
                 f"schedule: a value carried from one microbatch to the next is read by "
-                f"{' and '.join(map(_named, reading))}, but made by "
-                f"{'none of them' if writer is None else _named(writer)}{line}; only the "
+                f"{' and '.join(map(_task_text, reading))}, but made by "
+                f"{'none of them' if writer is None else _task_text(writer)}{line}; only the "
                 f"task that makes it, and those after it, can read it."
             )
     return clusters

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
-from jaxpp.transforms.tasks import _accumulators
+from jaxpp.transforms.tasks import _write
 from jaxpp.transforms.tasks._loop import ScheduledLoop, is_loop, loop_p
 
 #: How rows are combined number by number, so that it is the same for the parts of an array.
@@ -73,7 +73,7 @@ def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]])
     flat = _jaxprs.inline(body, holds_calls)
     (loop,) = filter(holds_calls, flat.eqns)
     assert not num_carry, "a replica runs one loop"
-    of_loop = scheduled(loop, join_rows=_accumulators.first_of)
+    of_loop = scheduled(loop, join_rows=_write.first_of)
     known = zip(flat.jaxpr.invars, [*literals, *eqn.invars], strict=True)
     rows = _Rows(eqn.params["length"], known, flat.jaxpr.invars[len(constants) + num_consts :])
     rows.add([e for own in flat.eqns for e in (of_loop if own is loop else [own])])
@@ -161,7 +161,7 @@ class _Rows:
         loop = dataclasses.replace(ScheduledLoop.of(eqn), replicas=self.replicas)
         eqns, results = _jaxprs.record(functools.partial(loop_p.bind, **loop.params), operands, eqn)
         self.eqns += eqns
-        join, count = _accumulators.rows_of(loop), loop.num_directions
+        join, count = _write.row_by_direction(loop), loop.num_directions
         for n in range(count * loop.num_carry, len(results), count) if count > 1 else ():
             joined = self.record(functools.partial(_joined, join), results[n : n + count])
             results[n : n + count] = joined * count

@@ -14,7 +14,7 @@ from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import _accumulators, _loop, _replicas
+from jaxpp.transforms.tasks import _loop, _replicas, _write
 from jaxpp.transforms.tasks._loop import ScheduledLoop
 from jaxpp.transforms.tasks._partition import PASSES, partition
 from jaxpp.transforms.tasks._read import read_loop
@@ -237,7 +237,7 @@ def _loop_equations(
     first = next((e for e, key in loop.grouped if key and _compat.source_line(e)), eqn)
     loop = partition(loop)
     check(repr(schedule), loop)
-    return _accumulators.write(loop, _compat.at_line_of(eqn, first), join_rows)
+    return _write.write(loop, _compat.at_line_of(eqn, first), join_rows)
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
