@@ -33,7 +33,7 @@ from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import with_specs
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Value:
     """An array that tasks make and read; it is the same one on every rank that has it.
 

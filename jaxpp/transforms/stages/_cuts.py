@@ -139,7 +139,7 @@ def _stacked(
         return module
     stack = _modules.stack_at(model, path)
     for scan in stacked.layer_scans(jaxpr, arrays):
-        own = _modules.union(a for a in scan.arrays if not a & ~stack.arrays)
+        own = _modules.joined_bits(a for a in scan.arrays if not a & ~stack.arrays)
         if own and own == stack.arrays and _calls.calls_class(scan.eqn, type(module)):
             return stack
     return module
