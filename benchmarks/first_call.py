@@ -33,7 +33,7 @@ import jaxpp
 from benchmarks.equal_blocks import train_step_of
 from jaxpp import _jaxprs
 from jaxpp.runtime.executor._compile import clear_cache
-from jaxpp.transforms.graph import lower
+from jaxpp.transforms.graph import assign, lower
 from jaxpp.transforms.place import _build_graph, _lower_step
 
 _CASES = flags.DEFINE_list("cases", ["4x16", "8x32", "16x64"], "Ranks x layers.")
@@ -257,7 +257,7 @@ def parts(case: Case) -> str:
     for run in _lower_step.PASSES:
         before, (_, found[run.__name__]) = timed(lambda: run(before))  # noqa: B023
     graph, (_, found["task_graph"]) = timed(lambda: _build_graph.build(before))
-    found["lower"] = timed(lambda: lower(before, graph))[1][1]
+    found["lower"] = timed(lambda: lower(before, graph, assign(before, graph)))[1][1]
     return "  " + ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in found.items())
 
 

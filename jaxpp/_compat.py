@@ -205,11 +205,6 @@ def knows_axis(eqn, name: Any) -> bool:
     return any(isinstance(e, core.NamedAxisEffect) and e.name == name for e in eqn.effects)
 
 
-def is_debug_callback(eqn) -> bool:
-    """Tells whether an equation is a `jax.debug.callback` or a `jax.debug.print`."""
-    return eqn.primitive.name in ("debug_callback", "debug_print")
-
-
 def source_line(eqn) -> str:
     """Returns the user's file and line that an equation came from, or an empty string.
 

@@ -1,8 +1,7 @@
 """Finds the dimensions of an equation's operands again among those of its results.
 
 There is one small function for each kind of primitive, in a table by primitive name. Shardy calls
-this an operation's sharding rule (openxla.org/shardy, "Sharding propagation"), and GSPMD the
-dimensions that it propagates through (Xu et al., arXiv 2105.04663, section 3.5).
+this an operation's sharding rule (openxla.org/shardy, "Sharding propagation").
 """
 
 from collections.abc import Callable, Sequence
@@ -65,11 +64,6 @@ def _aligned(eqn, shapes) -> Found:
     return [_where_equal(shape, shape_of(eqn.outvars[0])) for shape in shapes]
 
 
-def _matrices(eqn, shapes) -> Found:
-    """Finds all dimensions but the last two, those of a matrix."""
-    return [(*range(len(shape) - 2), None, None) for shape in shapes]
-
-
 def _dot_general(eqn, shapes) -> Found:
     summed, batch = eqn.params["dimension_numbers"]
     free = [
@@ -82,25 +76,6 @@ def _dot_general(eqn, shapes) -> Found:
         tuple(order.index(d) for d in range(len(shape)))
         for order, shape in zip((left, right), shapes, strict=True)
     ]
-
-
-def _convolution(eqn, shapes) -> Found:
-    """Finds batch, features and the image's dimensions, over which XLA exchanges halos."""
-    numbers = eqn.params["dimension_numbers"]
-    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    image: list[int | None] = [None] * len(lhs)
-    kernel: list[int | None] = [None] * len(rhs)
-    for mine, theirs in zip(lhs[2:], out[2:], strict=True):
-        image[mine] = theirs
-    # If features are in groups, a group of the input makes a group of the output. The gradient of
-    # such a convolution has its groups in the batch.
-    image[lhs[0]] = out[0] if eqn.params["batch_group_count"] == 1 else out[1]
-    kernel[rhs[0]] = out[1]
-    if eqn.params["feature_group_count"] == 1:
-        image[lhs[1]] = kernel[rhs[1]] = len(out)
-    else:
-        image[lhs[1]] = out[1]
-    return [tuple(image), tuple(kernel)]
 
 
 def _transpose(eqn, shapes) -> Found:
@@ -119,91 +94,24 @@ def _reduction(eqn, shapes) -> Found:
     return [_removed(shape, axes) for shape in shapes]
 
 
-def _top_k(eqn, shapes) -> Found:
-    axis = eqn.params.get("axis", -1) % len(shapes[0])
-    return [tuple(None if d == axis else d for d in range(len(shapes[0])))]
-
-
-def _stack(eqn, shapes) -> Found:
-    axis = eqn.params["axis"]
-    return [tuple(i + (i >= axis) for i in range(len(shape))) for shape in shapes]
-
-
-def _dynamic_update_slice(eqn, shapes) -> Found:
-    operand, update, *indices = shapes
-    whole = tuple(range(len(operand)))
-    return [whole, _where_equal(update, operand), *((None,) * len(s) for s in indices)]
-
-
-def _gather(eqn, shapes) -> Found:
-    """Finds the windows' dimensions that are taken whole, and those of the indices."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shared = numbers.operand_batching_dims
-    operand: list[int | None] = [None] * len(shapes[0])
-    indices: list[int | None] = [None] * len(shapes[1])
-    ndim = len(shape_of(eqn.outvars[0]))
-    batch = [d for d in range(ndim) if d not in numbers.offset_dims]
-    indices[: len(batch)] = batch
-    dropped = (*numbers.collapsed_slice_dims, *shared)
-    window = [d for d in range(len(shapes[0])) if d not in dropped]
-    for d, to in zip(window, numbers.offset_dims, strict=True):
-        if sizes[d] == shapes[0][d]:
-            operand[d] = to
-    for d, i in zip(shared, numbers.start_indices_batching_dims, strict=True):
-        operand[d] = indices[i]
-    return [tuple(operand), tuple(indices)]
-
-
-def _scatter(eqn, shapes) -> Found:
-    """Finds the operand's dimensions, and those of the updates that are written whole, or added."""
-    numbers = eqn.params["dimension_numbers"]
-    shared = numbers.operand_batching_dims
-    ndim = len(shapes[0])
-    updates: list[int | None] = [None] * len(shapes[2])
-    indices: list[int | None] = [None] * len(shapes[1])
-    window = [d for d in range(ndim) if d not in (*numbers.inserted_window_dims, *shared)]
-    for d, u in zip(window, numbers.update_window_dims, strict=True):
-        if shapes[2][u] == shapes[0][d]:
-            updates[u] = d
-    rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
-    for i, u in enumerate(rows):
-        updates[u] = indices[i] = ndim + i
-    for d, i in zip(shared, numbers.scatter_indices_batching_dims, strict=True):
-        updates[rows[i]] = indices[i] = d
-    return [tuple(range(ndim)), tuple(indices), tuple(updates)]
-
-
 _ALIGNED = """
     bitcast_convert_type dynamic_slice random_bits random_split random_unwrap random_wrap
 """.split()
 
-_SAME = """
-    concatenate cumlogsumexp cummax cummin cumprod cumsum pad reduce_window reduce_window_max
-    reduce_window_min reduce_window_sum rev select_and_gather_add select_and_scatter
-    select_and_scatter_add slice sort split
-""".split()
+_SAME = "concatenate cumlogsumexp cummax cummin cumprod cumsum pad rev slice sort split".split()
 
 _REDUCTIONS = """
     argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
     reduce_xor squeeze
 """.split()
 
-_SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split()
-
 RULES: dict[str, Callable[[Any, list[tuple[int, ...]]], Found]] = {
     **dict.fromkeys(_primitives.ELEMENTWISE | _primitives.CONVERGING, _aligned),
     **dict.fromkeys([*_primitives.HANDS_ON, *_ALIGNED], _aligned),
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_REDUCTIONS, _reduction),
-    **dict.fromkeys(_SCATTERS, _scatter),
-    **dict.fromkeys(["cholesky", "householder_product", "triangular_solve"], _matrices),
     "broadcast_in_dim": _broadcast,
-    "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "gather": _gather,
-    "stack": _stack,
-    "top_k": _top_k,
     "transpose": _transpose,
     "unstack": lambda eqn, shapes: [_removed(shapes[0], (eqn.params["axis"],))],
 }

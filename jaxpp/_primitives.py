@@ -8,7 +8,6 @@ stands in the module that needs it.
 
 from collections.abc import Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpp._typing import Atom, Eqn, Literal, Var
@@ -47,8 +46,6 @@ ELEMENTWISE = frozenset(
 )
 #: They are elementwise but for rounding: they iterate until all elements have converged.
 CONVERGING = frozenset("igamma igamma_grad_a igammac regularized_incomplete_beta".split())
-#: They are elementwise but for the last bit: XLA computes elements that fill no vector apart.
-ROUNDED_APART = frozenset({"atan", "rsqrt"})
 #: They hand on their operand with a note to the compiler, such as one about its devices.
 HANDS_ON = frozenset(
     "device_put layout_constraint reshard stage_edge tie with_memory_space_constraint".split()
@@ -57,18 +54,6 @@ HANDS_ON = frozenset(
 REORDERS = frozenset("copy reshape rev squeeze transpose".split())
 #: They give elements of their operand, and nothing else; the operand's values do not say which.
 MOVES = REORDERS | {"broadcast_in_dim", "slice"}
-#: They give the same bits when their arrays are split over devices: they add nothing up. Loops and
-#: conditionals do so if the equations inside them do.
-EXACT = (
-    (ELEMENTWISE - ROUNDED_APART)
-    | MOVES
-    | frozenset(
-        """
-        bitcast_convert_type concatenate cond dynamic_slice dynamic_update_slice gather iota pad
-        random_bits random_split random_unwrap random_wrap scan scatter split stack unstack while
-        """.split()
-    )
-)
 
 # ---- costs --------------------------------------------------------------------------------------
 
@@ -85,29 +70,29 @@ HEAVY = frozenset("cond conv_general_dilated dot_general dynamic_slice gather sc
 
 #: They add two values up.
 ADDS = frozenset({"add", "add_any"})
-#: They add up all elements along the dimensions that only their operands have.
-SUMS = frozenset({"conv_general_dilated", "dot_general", "reduce_sum", "scatter-add"})
 #: They combine two values in any order, without rounding.
 EXTREMES = frozenset({"and", "max", "min", "or"})
 #: They sum products, and round in another way for another number of rows: XLA tiles them.
 CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
-#: They are additive in each of their first two operands, if the other stays the same.
+#: They make zeros if one of their first two operands is zeros.
 PRODUCTS = CONTRACTIONS | {"mul"}
 
 _ALL = slice(None)
-#: For each primitive the operands in which it is additive, all together; `additive_operands` has
-#: the rules for further primitives.
-ADDITIVE: Mapping[str, slice] = {
+#: For each primitive the operands that make zeros if all of them are zeros.
+KEEPS_ZEROS: Mapping[str, slice] = {
     **dict.fromkeys(ADDS, _ALL),
     **dict.fromkeys(MOVES, slice(1)),
     "concatenate": _ALL,
+    "convert_element_type": _ALL,
     "cumsum": _ALL,
+    "div": slice(1),
     "dynamic_slice": slice(1),
     "dynamic_update_slice": slice(2),
     "gather": slice(1),
     "imag": _ALL,
     "name": _ALL,
     "neg": _ALL,
+    "optimization_barrier": _ALL,
     "pad": _ALL,
     "real": _ALL,
     "reduce_precision": _ALL,
@@ -120,44 +105,12 @@ ADDITIVE: Mapping[str, slice] = {
 }
 
 
-def additive_operands(eqn: Eqn, apart: Sequence[bool]) -> range:
-    """Returns the operands in which an equation is additive, all together.
-
-    `f` is additive in `a` and `b` if `f(a, b) + f(c, d) = f(a + c, b + d)`. So a sum over replicas
-    that goes through such equations alone can be finished later. The equations are those of the
-    transposition of linear programs: Frostig, Johnson, Maclaurin, Paszke, Radul, "Decomposing
-    reverse-mode automatic differentiation" (2021), section 4.
-
-    Args:
-        eqn: the equation.
-        apart: whether each operand is shares of a sum, which decides on the factor of a product.
-    """
-    name, operands = eqn.primitive.name, range(len(eqn.invars))
-    if name in ADDITIVE:
-        return operands[ADDITIVE[name]]
-    if name in PRODUCTS:
-        return operands[1:2] if apart[1] and not apart[0] else operands[:1]
-    if name == "div" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        return operands[:1]
-    if name == "convert_element_type" and _is_additive_cast(eqn):
-        return operands
-    if name == "optimization_barrier" and len(operands) == 1:
-        return operands
-    return operands[:0]
-
-
-def _is_additive_cast(eqn: Eqn) -> bool:
-    """Tells whether a cast is additive, but for rounding: not to integers, nor of truth values."""
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return old == new or (jnp.issubdtype(old, jnp.number) and jnp.issubdtype(new, jnp.inexact))
-
-
 def keeps_zeros(eqn: Eqn, zero: Sequence[bool]) -> bool:
     """Tells whether an equation makes zeros of operands that are zeros, whatever the others are."""
-    if eqn.primitive.name in ("convert_element_type", "div"):
-        return zero[0]
-    additive = additive_operands(eqn, zero)
-    return bool(additive) and all(zero[i] for i in additive)
+    name = eqn.primitive.name
+    if name in PRODUCTS:
+        return any(zero[:2])
+    return name in KEEPS_ZEROS and all(zero[KEEPS_ZEROS[name]])
 
 
 def is_zero(atom: Atom, maker: Mapping[Var, Eqn]) -> bool:

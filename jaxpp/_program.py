@@ -32,7 +32,6 @@ class Computation:
 
     `donated` are the positions of the inputs whose memory the outputs may take. `in_specs` and
     `out_specs` say how inputs and outputs are split over the axes inside a rank, if it has any.
-    `whole` names the equations that make split arrays whole, for want of a rule.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Computation:
     donated: tuple[int, ...]
     in_specs: tuple[Spec, ...] = ()
     out_specs: tuple[Spec, ...] = ()
-    whole: tuple[str, ...] = ()
 
     def __repr__(self):
         return f"Computation({self.name!r}, {counted(len(self.jaxpr.eqns), 'equation')})"
@@ -286,8 +284,7 @@ class Bundle:
                 shown = " ".join(
                     f"{s}!" if i in own.donated else f"{s}" for i, s in enumerate(inputs)
                 )
-                whole = f"; made whole by {', '.join(own.whole)}" if own.whole else ""
-                return f"run {label} ({own.name}): {shown} -> {_join(outputs)}{whole}"
+                return f"run {label} ({own.name}): {shown} -> {_join(outputs)}"
             case Send(slots, message):
                 return f"send {_join(slots)} to rank {message.target}: {_what(message)}"
             case Receive(slots, message):

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp import _jaxprs, _primitives
-from jaxpp._dimensions import found_again
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 MASK = np.arange(6).reshape(2, 3) % 2 == 0
@@ -25,7 +23,7 @@ def convolve(x, w, **options):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NUMBERS, **options)
 
 
-ADDITIVE = {
+KEEPS_ZEROS = {
     "add": (lax.add, [(2, 3), (2, 3)]),
     "sub": (lax.sub, [(2, 3), (2, 3)]),
     "neg": (lax.neg, [(2, 3)]),
@@ -175,24 +173,14 @@ def assert_elementwise(fun, args, ulps=0):
             assert_same(x, y[mine], ulps)
 
 
-def assert_exact(fun, args, ulps=0):
-    """Results are the same to the bit when arrays are split over devices."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    parted = jax.jit(fun)(*(jax.device_put(x, split) for x in args))
-    for x, y in zip(bits(parted), bits(jax.jit(fun)(*args)), strict=True):
-        assert_same(x, y, ulps)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_taken_for_elementwise_is(name):
     fun, kinds = CASES[name]
     rng = np.random.default_rng(0)
     args = [operand(kind, rng) for kind in kinds]
     assert name in {e.primitive.name for e in flat(fun, args).eqns}
-    ulps = 1 if name in _primitives.ROUNDED_APART else 0
-    assert_elementwise(fun, args, ulps)
-    assert_exact(fun, args, ulps)
+    # XLA computes elements that fill no vector apart.
+    assert_elementwise(fun, args, ulps=1 if name in ("atan", "rsqrt") else 0)
 
 
 def test_every_elementwise_primitive_is_checked():
@@ -203,11 +191,6 @@ def test_every_elementwise_primitive_is_checked():
 def test_what_is_not_elementwise_would_be_found(fun):
     with pytest.raises((AssertionError, IndexError)):
         assert_elementwise(fun, [operand("f", np.random.default_rng(0))])
-
-
-def test_a_sum_over_devices_would_be_found_to_be_inexact():
-    with pytest.raises(AssertionError):
-        assert_exact(lambda x: jnp.sum(jnp.exp(7 * x), 0), [operand("f", np.random.default_rng(0))])
 
 
 REORDERS = {
@@ -237,7 +220,6 @@ def test_what_is_said_to_move_data_does(name):
     other = np.random.default_rng(1).permutation(old)
     (again,) = [eqn.primitive.bind(jnp.asarray(other.reshape(given.shape)), **eqn.params)]
     np.testing.assert_array_equal(again, other[moved])
-    assert_exact(MOVES[name], [x])
 
 
 def test_every_move_is_checked():
@@ -256,79 +238,32 @@ def test_extremes_are_taken_in_any_order(name):
     np.testing.assert_array_equal(fun(fun(a, b), c), fun(fun(c, a), b))
 
 
-@pytest.mark.parametrize("name", ADDITIVE)
-def test_what_is_taken_for_additive_is(name):
-    fun, shapes = ADDITIVE[name]
+@pytest.mark.parametrize("name", KEEPS_ZEROS)
+def test_zeros_are_kept_whatever_the_other_operands_are(name):
+    fun, shapes = KEEPS_ZEROS[name]
     rng = np.random.default_rng(0)
-    args = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
-    traced = _jaxprs.trace(fun, args)
-    jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: True)
-    inputs = jaxpr.jaxpr.invars[traced.num_closed_over :]
+    jaxpr = flat(fun, [jnp.ones(s, jnp.float32) for s in shapes])
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == name.removesuffix("_second")]
-    given = inputs[-1:] if "second" in name else inputs
-    apart = [any(v is x for x in given) for v in eqn.invars]
-    operands = _primitives.additive_operands(eqn, apart)
-    assert len(operands) > 0
-    moved = [any(eqn.invars[i] is v for i in operands) for v in inputs]
-    assert any(moved)
-    shares = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in args]
-    one = [s if m else x for s, x, m in zip(shares, args, moved, strict=True)]
-    other = [x - s if m else x for s, x, m in zip(shares, args, moved, strict=True)]
-    np.testing.assert_allclose(fun(*one) + fun(*other), fun(*args), rtol=1e-5, atol=1e-5)
-    zeros = [jnp.zeros_like(x) if m else x for x, m in zip(args, moved, strict=True)]
-    assert _primitives.keeps_zeros(eqn, [i in operands for i in range(len(eqn.invars))])
-    assert not np.any(fun(*zeros))
+    given = jaxpr.jaxpr.invars[-1:] if "second" in name else jaxpr.jaxpr.invars
+    zero = [any(v is x for x in given) for v in eqn.invars]
+    assert _primitives.keeps_zeros(eqn, zero)
+    args = [jnp.zeros(s) for s in shapes]
+    assert not np.any(fun(*args)) and np.any(
+        fun(*(jnp.asarray(rng.normal(size=s)) for s in shapes))
+    )
 
 
-def test_every_additive_primitive_is_checked():
-    known = {*_primitives.ADDITIVE, *_primitives.PRODUCTS, "div", "convert_element_type"}
+def test_every_primitive_that_keeps_zeros_is_checked():
     # These do nothing to the values.
-    same = {"add_any", "name", "sharding_constraint", "real", "imag"}
-    assert {name.removesuffix("_second") for name in ADDITIVE} == known - same
+    same = {"add_any", "name", "sharding_constraint", "real", "imag", "optimization_barrier"}
+    known = {*_primitives.KEEPS_ZEROS, *_primitives.PRODUCTS} - same
+    assert {name.removesuffix("_second") for name in KEEPS_ZEROS} == known
 
 
-@pytest.mark.parametrize("name", sorted(_primitives.SUMS))
-def test_sums_add_up_the_dimensions_that_operands_alone_have(name):
-    fun, shapes = ADDITIVE[name]
-    (eqn,) = [e for e in flat(fun, list(map(jnp.ones, shapes))).eqns if e.primitive.name == name]
-    rng = np.random.default_rng(0)
-    given = [jnp.asarray(rng.integers(0, 3, v.aval.shape), v.aval.dtype) for v in eqn.invars]
-    found = found_again(eqn) or []
-    ndim = eqn.outvars[0].aval.ndim
-    (summed,) = {n for dimensions in found for n in dimensions if n is not None and n >= ndim}
-
-    def share(rows, rest):
-        parts = [
-            x[(*[slice(None)] * dims.index(summed), rows)] if summed in dims else x * rest
-            for x, dims in zip(given, found, strict=True)
-        ]
-        return eqn.primitive.bind(*parts, **eqn.params)
-
-    whole = share(slice(None), 1)
-    np.testing.assert_array_equal(share(slice(1), 1) + share(slice(1, None), 0), whole)
-
-
-@pytest.mark.parametrize(
-    ("fun", "dtype"),
-    [
-        (jnp.exp, jnp.float32),
-        (jnp.abs, jnp.float32),
-        (lambda x: lax.max(x, jnp.ones_like(x)), jnp.float32),
-        (lambda x: lax.integer_pow(x, 2), jnp.float32),
-        (lambda x: 1.0 / x, jnp.float32),
-        (lambda x: lax.convert_element_type(x, jnp.int32), jnp.float32),
-        (lambda x: lax.div(x, jnp.full_like(x, 2)), jnp.int32),
-        (lambda x: lax.convert_element_type(x, jnp.float32), jnp.bool_),
-        (lambda x: lax.reduce_max(x, (0,)), jnp.float32),
-        (lambda x: lax.sort(x), jnp.float32),
-    ],
-)
-def test_what_is_not_additive_is_not_taken_for_it(fun, dtype):
-    jaxpr = flat(fun, [jax.ShapeDtypeStruct((4,), dtype)])
-    (x,) = jaxpr.jaxpr.invars
-    (eqn,) = [e for e in jaxpr.eqns if any(v is x for v in e.invars)]
-    apart = [v is x for v in eqn.invars]
-    assert not any(apart[i] for i in _primitives.additive_operands(eqn, apart))
+@pytest.mark.parametrize("fun", [jnp.exp, jnp.cos, lax.sort, lambda x: 1.0 / x])
+def test_what_may_not_keep_zeros_is_not_taken_for_it(fun):
+    (eqn,) = flat(fun, [jnp.ones(3)]).eqns
+    assert not _primitives.keeps_zeros(eqn, [not _jaxprs.is_literal(v) for v in eqn.invars])
 
 
 @pytest.mark.parametrize(("fun", "kept"), [(lax.mul, True), (lax.add, False), (lax.sub, False)])

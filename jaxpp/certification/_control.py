@@ -1,5 +1,6 @@
 """The rules of effects and of control flow: scans, conditionals and while loops."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,14 @@ def _whole_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
     return [*last, *(terms.each(t, depth, length) for t in outputs)]
 
 
+def linear_solve(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequence[Term]:
+    """The function that solves a linear system; what differentiates it has no part in it."""
+    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    before = lengths.matvec + lengths.vecmat
+    systems = args[before + lengths.solve + lengths.transpose_solve :]
+    return evaluator.run(jaxprs.solve, [*args[before:][: lengths.solve], *systems])
+
+
 def _grouped(effects: Sequence[Term], ordered: Sequence[bool]) -> Iterator[tuple[list[Term], bool]]:
     """The effects of an iteration: those that keep their order together, any other by itself."""
     pairs = list(zip(effects, ordered, strict=True))
@@ -166,12 +175,85 @@ def _grouped(effects: Sequence[Term], ordered: Sequence[bool]) -> Iterator[tuple
             yield [t], False
 
 
+#: The number of rows up to which a loop is taken for one of each row.
+_ROWS = 128
+
+
 def while_loop(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[Term]:
-    """A loop of unknown length, whose body runs once."""
-    terms, p = evaluator.terms, eqn.params
+    """A loop of unknown length, whose body runs once; one of each row if it treats these apart."""
+    p = eqn.params
     for_cond, for_body = p["cond_nconsts"], p["body_nconsts"]
-    cond_consts, body_consts = args[:for_cond], args[for_cond:][:for_body]
-    carry = args[for_cond + for_body :]
+    parts = args[:for_cond], args[for_cond:][:for_body], args[for_cond + for_body :]
+    made = _while_of_rows(evaluator, eqn, *parts)
+    return _whole_while(evaluator, eqn, *parts) if made is None else made
+
+
+def _while_of_rows(
+    evaluator: "Evaluator",
+    eqn: Eqn,
+    cond_consts: Sequence[Term],
+    body_consts: Sequence[Term],
+    carry: Sequence[Term],
+) -> list[Term] | None:
+    """A loop for each row of what a loop carries, as `jax.vmap` makes one of several."""
+    terms, p = evaluator.terms, eqn.params
+    count = max(((math.prod(c.shape), *c.shape[:1]) for c in carry), default=(0,))[-1]
+    having = [c.shape[:1] == (count,) for c in carry]
+    if not any(having) or not 0 < count <= _ROWS:
+        return None
+
+    def of_row(t: Term, has_rows: bool, i: int) -> Term:
+        return terms.rows(t, i, i + 1) if has_rows else t
+
+    with evaluator.bound([]) as (depth, _), evaluator.collected() as happened:
+        shapes = [
+            (1, *c.shape[1:]) if own else c.shape for c, own in zip(carry, having, strict=True)
+        ]
+        rows = [
+            [
+                terms.term("bound", (depth, k, i), (), shape, c.dtype)
+                for i in range(count if own else 1)
+            ]
+            for k, (c, shape, own) in enumerate(zip(carry, shapes, having, strict=True))
+        ]
+        symbols = [terms.join_rows(own) if own[1:] else own[0] for own in rows]
+        (test,) = evaluator.run(p["cond_jaxpr"], [*cond_consts, *symbols])
+        after = evaluator.run(p["body_jaxpr"], [*body_consts, *symbols])
+        if happened or test.shape not in ((), (count,)):
+            return None
+        terms.eqn, made = eqn, []
+        for i in range(count):
+            own = [each[i] if has else each[0] for each, has in zip(rows, having, strict=True)]
+            first = [of_row(c, has, i) for c, has in zip(carry, having, strict=True)]
+            loop = _Loop(evaluator, depth, own, first)
+            loop.next = [of_row(t, has, i) for t, has in zip(after, having, strict=True)]
+            own_test = of_row(test, test.shape != (), i)
+            if not _bound_in([*loop.next, own_test], depth) <= {*own}:
+                return None
+            made.append([loop.closed("while", (), [s, own_test], s) for s in own])
+    each = zip(zip(*made, strict=True), having, strict=True)
+    return [terms.join_rows(own) if has else own[0] for own, has in each]
+
+
+def _bound_in(roots: Iterable[Term], depth: int) -> set[Term]:
+    """What stands in terms for the carried values of the loop at a depth."""
+    seen, stack = set[Term](), [*roots]
+    while stack:
+        t = stack.pop()
+        if t not in seen and t.free >> depth & 1:
+            seen.add(t)
+            stack.extend(t.args)
+    return {t for t in seen if t.name == "bound" and t.op.params[0] == depth}
+
+
+def _whole_while(
+    evaluator: "Evaluator",
+    eqn: Eqn,
+    cond_consts: Sequence[Term],
+    body_consts: Sequence[Term],
+    carry: Sequence[Term],
+) -> list[Term]:
+    terms, p = evaluator.terms, eqn.params
     with evaluator.bound([(c.shape, c.dtype) for c in carry]) as (depth, symbols):
         loop = _Loop(evaluator, depth, symbols, carry)
         with evaluator.collected() as of_test:

@@ -12,6 +12,7 @@ from jaxpp import _compat
 from jaxpp._typing import Eqn
 from jaxpp.certification import _control
 from jaxpp.certification._definition import SLICES
+from jaxpp.certification._rows import ALL
 from jaxpp.certification._table import MADE_HERE, SMALL, Term, full_of, name_of
 from jaxpp.certification._terms import REDUCTIONS, moved_to_front
 
@@ -102,6 +103,10 @@ def operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
         params = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
     else:
         params = params_of(evaluator, eqn)
+    if name == "gather":
+        sizes = zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, strict=True)
+        own = tuple(ALL if size == n else size for size, n in sizes)
+        params = (*(p for p in params if p[0] != "slice_sizes"), ("slice_sizes", own))
     is_elementwise = name in MADE_HERE or evaluator.parameters.is_elementwise(eqn)
     if not _compat.is_of_library(eqn.primitive):
         name, is_elementwise = f"{name} of a user", False  # whatever its name says

@@ -45,6 +45,7 @@ class Evaluator:
     #: The rules of equations that run jaxprs in a way of their own.
     control: Mapping[str, Callable[..., Sequence[Term]]] = {
         "cond": _control.cond,
+        "custom_linear_solve": _control.linear_solve,
         "scan": _control.scan,
         "shard_map": _devices.shard_map,
         "while": _control.while_loop,

@@ -10,6 +10,10 @@ from jaxpp.certification._table import Op, Term
 _Rule = Callable[[Mapping[str, Any], Sequence[Term]], Sequence[bool] | None]
 
 
+#: The key of the size of a slice that has all of a dimension.
+ALL = "all"
+
+
 def operands_with_rows(op: Op, args: Sequence[Term]) -> Sequence[bool] | None:
     """Tells which operands have the rows of the result; None for an operation on whole arrays."""
     rule = _RULES.get(op.name)
@@ -57,6 +61,23 @@ def _of_keys(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] 
     return [True] * len(args) if args[0].shape and args[0].dtype == "key<fry>" else None
 
 
+def _of_gather(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] | None:
+    """An index in each row, or the same in all of them; a size that is all is `ALL`."""
+    offset, collapsed, indexed, *batch = map(_numbers, params["dimension_numbers"])
+    if (0, 0) in zip(*batch, strict=True):
+        return [True, True] if 0 not in offset else None
+    apart = offset[:1] == [0] and not {0} & {*collapsed, *indexed, *batch[0]}
+    return [True, False] if apart and params["slice_sizes"][0] == ALL else None
+
+
+def _of_scatter(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] | None:
+    window, inserted, indexed, *batch = map(_numbers, params["dimension_numbers"])
+    if (0, 0) in zip(*batch, strict=True):
+        return [True, True, True] if 0 not in window else None
+    apart = window[:1] == [0] and not {0} & {*inserted, *indexed, *batch[0]}
+    return [True, False, True] if apart and args[2].shape[0] == args[0].shape[0] else None
+
+
 def _along(name: str) -> _Rule:
     """An operation along one dimension, or several, that are named by a parameter."""
 
@@ -73,6 +94,7 @@ _RULES: dict[str, _Rule] = {
     "concatenate": _along("dimension"),
     "dot_general": _of_dot,
     "fft": lambda params, args: [True] if len(params["fft_lengths"]) < len(args[0].shape) else None,
+    "gather": _of_gather,
     "pad": _of_pad,
     "reduce_prod": _along("axes"),
     "reduce_xor": _along("axes"),
@@ -89,6 +111,9 @@ _RULES: dict[str, _Rule] = {
         tridiagonal tridiagonal_solve
         """.split(),
         _of_matrices(2),
+    ),
+    **dict.fromkeys(
+        "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split(), _of_scatter
     ),
     **dict.fromkeys("lu_pivots_to_permutation random_wrap".split(), _of_matrices(1)),
     **dict.fromkeys("random_bits random_gamma random_split".split(), _of_keys),

@@ -6,8 +6,8 @@ MUTATIONS = (
     Mutation(
         "a sum of zeros and others is taken for zeros",
         "jaxpp/_primitives.py",
-        "all(zero[i] for i in additive)",
-        "any(zero[i] for i in additive)",
+        "all(zero[KEEPS_ZEROS[name]])",
+        "any(zero[KEEPS_ZEROS[name]])",
         tests=("primitives::one_operand_of_zeros_makes_zeros_of_a_product_alone",),
         refuted_on="rows of an array",
     ),

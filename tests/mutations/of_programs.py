@@ -146,14 +146,6 @@ MUTATIONS = (
         unseen="how arrays are split is the compiler's",
     ),
     Mutation(
-        "what nothing is known of is not named",
-        "jaxpp/transforms/inside/_propagation.py",
-        "if any(sizes[a] > 1 for a in axes) and eqn.primitive.name not in RULES:",
-        "if False:",
-        tests=("in_specs::an_unknown_primitive_that_makes_an_array_whole_is_named",),
-        unseen="it is a report",
-    ),
-    Mutation(
         "what is sent is given away",
         "jaxpp/transforms/graph/_graph.py",
         "        self.kept |= {(source, value), (target, value)}\n",
@@ -345,10 +337,10 @@ MUTATIONS = (
     Mutation(
         "operands of computations are split as others",
         "jaxpp/transforms/graph/_graph.py",
-        "computation = with_specs(computation, in_specs, out_specs, sizes)",
+        "computation = with_specs(computation, in_specs, out_specs)",
         (
             "computation = with_specs(computation, in_specs[::-1] if len({len(s) for s in "
-            "in_specs}) == 1 else in_specs, out_specs, sizes)"
+            "in_specs}) == 1 else in_specs, out_specs)"
         ),
         tests=("replicas",),
         unseen="how arrays are split in a rank is JAX's, which refuses it",

@@ -57,7 +57,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the layers of a later stage begin with what the first got",
-        "jaxpp/transforms/stacked/_scans.py",
+        "jaxpp/transforms/stacked/_cut_scan.py",
         "changes = [_handed_on(body, out) is not own for own, out in ends]",
         "changes = [False for own, out in ends]",
         refuted_on="stacked, ZB-H1",
@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the norm is that of the first layers",
-        "jaxpp/transforms/stacked/_parts.py",
+        "jaxpp/transforms/stacked/_slicer.py",
         "result, *others = partial",
         "result, *others = partial[:1]",
         refuted_on="stacked, ZB-H1",
@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "results of layers that run backwards are in the order in which they ran",
-        "jaxpp/transforms/stacked/_scans.py",
+        "jaxpp/transforms/stacked/_cut_scan.py",
         "stacks = zip(*(part.outvars[num_carry:] for part in scans[::order]), strict=True)",
         "stacks = zip(*(part.outvars[num_carry:] for part in scans), strict=True)",
         refuted_on="turned",

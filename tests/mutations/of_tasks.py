@@ -21,7 +21,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a forward that another one reads is computed in its backward",
-        "jaxpp/transforms/tasks/_microbatch_loop.py",
+        "jaxpp/transforms/tasks/_read.py",
         "any(map(is_backward_call, inner)) and not _are_chained(inner)",
         "any(map(is_backward_call, inner))",
         tests=("outer_losses::a_loss_over_the_whole_batch_is_scheduled",),
@@ -29,7 +29,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what a checkpoint computes without a backward is computed in a backward",
-        "jaxpp/transforms/tasks/_microbatch_loop.py",
+        "jaxpp/transforms/tasks/_read.py",
         "any(map(is_backward_call, inner)) and not _are_chained(inner)",
         "not _are_chained(inner)",
         tests=("outer_losses::what_the_user_checkpoints_is_computed_again_in_its_backward",),
@@ -77,7 +77,7 @@ MUTATIONS = (
     Mutation(
         "a task reads a carry after it was changed",
         "jaxpp/transforms/tasks/_partition.py",
-        "return v if writer == position else before",
+        "return v if writer == key else before",
         "return v",
         tests=(
             "schedule::each_stage_carries_its_state_through_the_microbatches_in_order",
@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation(
         "a result that nothing makes does not leave",
         "jaxpp/transforms/tasks/_partition.py",
-        "numbers += loose if cluster.group == loop.num_stages - 1 else []",
+        "numbers += loose if key == loop.last_forward else []",
         "pass",
         tests=("schedule::what_no_task_makes_leaves_the_loop",),
         refuted_on="random 36",
@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a reversed loop runs forwards",
-        "jaxpp/transforms/tasks/_loop.py",
+        "jaxpp/transforms/tasks/_as_scan.py",
         "jax.lax.scan(step, carries, xs, length=length, reverse=reverse)",
         "jax.lax.scan(step, carries, xs, length=length)",
         tests=("laws::a_loop_that_runs_backwards_hands_its_state_backwards",),
@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a reversed loop in two directions runs forwards",
-        "jaxpp/transforms/tasks/_loop.py",
+        "jaxpp/transforms/tasks/_as_scan.py",
         "[length - 1 - i for i in own] if reverse else own",
         "own",
         tests=("directions::a_loop_backwards_takes_its_slices_in_the_same_directions",),
@@ -197,7 +197,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what a checkpoint computes again is kept",
-        "jaxpp/transforms/tasks/_loop.py",
+        "jaxpp/transforms/tasks/_as_scan.py",
         'if task.params["recomputes"]:',
         "if False:",
         tests=(
@@ -224,8 +224,8 @@ MUTATIONS = (
     Mutation(
         "each stage's accumulator begins with what was there",
         "jaxpp/transforms/tasks/_accumulators.py",
-        "eqns, operands[v] = neutral(update.eqn.primitive, v)",
-        "eqns, operands[v] = [], operands[carry]",
+        "eqns, outside[v] = neutral(update.eqn.primitive, v)",
+        "eqns, outside[v] = [], outside[carry]",
         refuted_on="by hand, DualPipe",
     ),
     Mutation(
@@ -244,9 +244,9 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are those of the other direction",
-        "jaxpp/transforms/tasks/_accumulators.py",
-        "own = np.array(taken * repeats) == direction",
-        "own = np.array(taken * repeats) != direction",
+        "jaxpp/transforms/tasks/_write.py",
+        "own = np.array(taken * loop.replicas) == direction",
+        "own = np.array(taken * loop.replicas) != direction",
         refuted_on="both directions",
     ),
     Mutation(
@@ -327,8 +327,8 @@ MUTATIONS = (
     Mutation(
         "directions of replicas are put together in rows of one",
         "jaxpp/transforms/tasks/_replicas.py",
-        "join = _accumulators.rows_of(scheduled, replicas)",
-        "join = _accumulators.first_of",
+        "join, count = _write.row_by_direction(loop), loop.num_directions",
+        "join, count = _write.first_of, loop.num_directions",
         refuted_on="replicas, DualPipe",
     ),
     Mutation(
@@ -362,9 +362,9 @@ MUTATIONS = (
     ),
     Mutation(
         "each direction begins with what was there",
-        "jaxpp/transforms/tasks/_accumulators.py",
-        "eqns, operands[v] = neutral(fold, operands[carry])",
-        "eqns, operands[v] = list[Eqn](), operands[carry]",
+        "jaxpp/transforms/tasks/_write.py",
+        "eqns, start = _accumulators.neutral(loop.folds.get(v), start)",
+        "eqns = list[Eqn]()",
         refuted_on="by hand, DualPipe",
         like="gradients that are there already count twice",
     ),

@@ -30,10 +30,10 @@ from jaxpp._specs import Spec
 from jaxpp._typing import Aval
 from jaxpp.schedules import Task
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.inside import assign, with_specs
+from jaxpp.transforms.inside import with_specs
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Value:
     """An array that tasks make and read; it is the same one on every rank that has it.
 
@@ -126,12 +126,14 @@ class TaskGraph:
 _At = tuple[int, int]
 
 
-def lower(step: Step, graph: TaskGraph) -> Bundle:
-    """Lowers the tasks of a step to programs."""
-    specs: dict[Value, Spec] = {}
-    if step.inside is not None:
-        given = [value for value, _ in graph.arguments]
-        specs = assign(graph.tasks, given, step.inside.sizes)
+def lower(step: Step, graph: TaskGraph, specs: Mapping[Value, Spec]) -> Bundle:
+    """Lowers the tasks of a step to programs.
+
+    Args:
+        step: the step.
+        graph: its tasks.
+        specs: how each value is split inside a rank; nothing where a rank is one device.
+    """
     uses = _Uses(graph)
     routes = _routes(uses)
     numbers, computations = _computations(step, uses, specs)
@@ -264,8 +266,7 @@ def _computations(
             jaxpr = _jaxprs.without_devices(task.body.jaxpr)
             computation = Computation(task.body.name, jaxpr, donated)
             if step.inside is not None:
-                sizes = step.inside.sizes
-                computation = with_specs(computation, in_specs, out_specs, sizes)
+                computation = with_specs(computation, in_specs, out_specs)
             computations.append(computation)
         numbers.append(found[key])
     return numbers, computations

@@ -16,7 +16,7 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, _numbers, _primitives
+from jaxpp import _compat, _jaxprs, _numbers
 from jaxpp._groups import Flow
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated, type_of
@@ -24,7 +24,7 @@ from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
 from jaxpp._warn import warn
 from jaxpp.transforms._signature import describe, with_arrays
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, lower
+from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, assign, lower
 from jaxpp.transforms.stacked import Bounds, Slicer
 
 
@@ -141,7 +141,8 @@ def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[
     builder = _Builder(jaxpr, arguments, None if inside is None else [a.spec for a in made])
     for rank, own in enumerate(reads):
         builder.add_rank(rank, sorted(own))
-    return lower(Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads)))
+    whole, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
+    return lower(whole, graph, assign(whole, graph))
 
 
 class _Builder:
@@ -312,16 +313,14 @@ def _size_behind(atoms: Sequence[Atom], maker: Mapping[Var, Eqn]) -> int:
 # ---- axes inside a rank --------------------------------------------------------------------------
 
 
-# The specs go backward from the outputs: the operands of an elementwise operation are split as its
-# results are, and the operands of other operations are whole. An operation that adds elements up
-# would round in another way over split ones: each device runs it on the whole, and takes its shard
-# of the result.
+# Each device makes an array whole, and takes its shard of it: operations on split arrays would
+# round in another way.
 
 
 def with_split_outputs(
     jaxpr: jex.ClosedJaxpr, wanted: Mapping[Var, Spec]
 ) -> tuple[jex.ClosedJaxpr, dict[Var, Spec]]:
-    """Splits an initialiser's outputs, and the values behind them as far as no bit changes.
+    """Splits an initialiser's outputs, each when it is made.
 
     Args:
         jaxpr: the rank's part of the initialiser, in which each output has an equation of its own.
@@ -337,51 +336,11 @@ def with_split_outputs(
         >>> wanted = {jaxpr.jaxpr.outvars[0]: (("data",), ())}
         >>> _, specs = with_split_outputs(jaxpr, wanted)
         >>> [specs[v] for eqn in jaxpr.eqns for v in eqn.outvars]
-        [(('data',), ()), (('data',), ())]
+        [((), ()), ((), ())]
     """
-    wishes: dict[Var, set[Spec]] = {v: {spec} for v, spec in wanted.items()}
-    specs: dict[Var, Spec] = {}
-    for eqn in reversed(jaxpr.eqns):
-        exact = _consists_of(eqn, _is_exact)
-        for v in eqn.outvars:
-            whole = replicated(len(v.aval.shape))
-            wish = wishes.get(v, {whole})
-            specs[v] = next(iter(wish)) if exact and len(wish) == 1 else whole
-        like = _split_alike(eqn, specs)
-        for v in _jaxprs.variables(eqn.invars):
-            whole = replicated(len(v.aval.shape))
-            split = like if len(v.aval.shape) == len(like) else whole
-            wishes.setdefault(v, set()).add(split)
-    specs.update((v, replicated(len(v.aval.shape))) for v in jaxpr.jaxpr.invars)
+    variables = [*jaxpr.jaxpr.invars, *_jaxprs.results_of(jaxpr.eqns)]
+    specs = {v: replicated(len(v.aval.shape)) for v in variables}
     outvars = jaxpr.jaxpr.outvars
     split = _jaxprs.own_outputs(jaxpr, [v for v in outvars if specs[v] != wanted[v]])
     specs.update((own, wanted[v]) for own, v in zip(split.jaxpr.outvars, outvars, strict=True))
     return split, specs
-
-
-def _split_alike(eqn: Eqn, specs: Mapping[Var, Spec]) -> Spec:
-    """Finds the spec of an equation's operands that have dimensions; `()` where they are whole."""
-    shapes = {v.aval.shape for v in eqn.outvars}
-    own = {specs[v] for v in eqn.outvars}
-    if len(shapes) > 1 or len(own) > 1 or not _consists_of(eqn, _is_elementwise):
-        return ()
-    operands = {v.aval.shape for v in _jaxprs.variables(eqn.invars)} - {()}
-    return own.pop() if operands <= shapes else ()
-
-
-def _consists_of(eqn: Eqn, kind: Callable[[Eqn], bool]) -> bool:
-    """Tells whether an equation, or all those that it calls, are of a kind."""
-    return not _jaxprs.contains(eqn, lambda e: _jaxprs.called_jaxpr(e) is None and not kind(e))
-
-
-def _is_exact(eqn: Eqn) -> bool:
-    """Tells whether an operation computes each element by itself, or moves elements only."""
-    return eqn.primitive.name in _primitives.EXACT
-
-
-def _is_elementwise(eqn: Eqn) -> bool:
-    """Tells whether each element of the results is made of the elements at the same place."""
-    shapes = {tuple(atom.aval.shape) for atom in [*eqn.invars, *eqn.outvars]}
-    if eqn.primitive.name == "broadcast_in_dim":
-        return len(shapes) == 1 or not eqn.invars[0].aval.shape
-    return eqn.primitive.name in _primitives.ELEMENTWISE and len(shapes - {()}) < 2

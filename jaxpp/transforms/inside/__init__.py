@@ -1,6 +1,5 @@
 """Axes inside a rank: splits arrays over them, and runs replicas on devices of their own."""
 
-from jaxpp.transforms.inside._assign import assign as assign
 from jaxpp.transforms.inside._assign import specs_of_leaves as specs_of_leaves
 from jaxpp.transforms.inside._assign import split_state as split_state
 from jaxpp.transforms.inside._assign import with_specs as with_specs
@@ -11,3 +10,4 @@ from jaxpp.transforms.inside._batch import is_reduction as is_reduction
 from jaxpp.transforms.inside._batch import on_rows as on_rows
 from jaxpp.transforms.inside._batch import reduce_replicas as reduce_replicas
 from jaxpp.transforms.inside._batch import split_examples as split_examples
+from jaxpp.transforms.inside._shardy import propagate as propagate

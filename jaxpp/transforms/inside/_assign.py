@@ -1,24 +1,21 @@
 """Decides how each array of a step is split inside a rank, before anything is compiled.
 
 Arguments and results are split as the caller says (`in_specs`, `out_specs`), optimizer state and
-parameters further over the replicas (ZeRO), and all other values as propagation finds them.
+parameters further over the replicas (ZeRO), and all other values as Shardy splits them.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from jaxpp import _compat
 from jaxpp._program import PIPELINE_AXIS, Computation
-from jaxpp._specs import Spec, axes_of, replicated, spec_of
-from jaxpp._typing import Aval
+from jaxpp._specs import Spec, axes_of, spec_of
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.inside import _propagation
 
 # ---- what the caller says ------------------------------------------------------------------------
 
@@ -217,74 +214,13 @@ def split_state(step: Step) -> Step:
     return dataclasses.replace(step, arguments=tuple(arguments), results=results)
 
 
-# ---- all values ---------------------------------------------------------------------------------
-
-# The specs of the arguments are propagated through the tasks in the order in which they run, and
-# every computation is compiled with its specs. So a rank sends an array as the next one expects it,
-# without asking the compiler, on any mesh and for any schedule.
-
-
-class Value(Protocol):
-    """An array that tasks make and read; `spec` is its spec, where one is given.
-
-    Values of one `memory` (an accumulator) share a buffer, one after the other; the first of them
-    `begins` it.
-    """
-
-    aval: Aval
-    spec: Spec | None
-    memory: Hashable
-    begins: bool
-
-
-class Task(Protocol):
-    """A run of a body over values."""
-
-    @property
-    def body(self) -> Any: ...
-    @property
-    def inputs(self) -> Sequence[Any]: ...
-    @property
-    def outputs(self) -> Sequence[Any]: ...
-
-
-def assign(
-    tasks: Sequence[Task], arguments: Sequence[Value], sizes: Mapping[str, int]
-) -> dict[Any, Spec]:
-    """Decides how each value of a step is split.
-
-    Args:
-        tasks: the tasks, in an order in which they can run.
-        arguments: the values that the step takes.
-        sizes: the size of each axis inside a rank.
-    """
-    values = dict.fromkeys(arguments)
-    values.update((v, None) for task in tasks for v in (*task.inputs, *task.outputs))
-    given = {v: v.spec for v in values if v.spec is not None}
-    in_memory = {v.memory: spec for v, spec in given.items() if v.memory is not None}
-    known: dict[tuple[Any, tuple[Spec | None, ...]], list[Spec | None]] = {}
-    specs: dict[Value, Spec | None] = {}
-    # The second round knows the specs of the values that are added to accumulators.
-    for _ in range(2):
-        specs = dict(given)
-        for task in tasks:
-            own = tuple(specs.get(v) for v in task.inputs)
-            if (task.body, own) not in known:
-                known[task.body, own] = _propagation.output_specs(task.body.jaxpr, own, sizes)
-            for value, spec in zip(task.outputs, known[task.body, own], strict=True):
-                if value.memory is not None:
-                    if spec is not None and not value.begins:
-                        spec = in_memory.setdefault(value.memory, spec)
-                    spec = in_memory.get(value.memory)
-                specs[value] = given.get(value, spec)
-    return {v: specs.get(v) or replicated(len(v.aval.shape)) for v in values}
+# ---- computations -----------------------------------------------------------------------------
 
 
 def with_specs(
     computation: Computation,
     in_specs: tuple[Spec, ...],
     out_specs: tuple[Spec, ...],
-    sizes: Mapping[str, int],
 ) -> Computation:
     """Adds specs to a computation; an output takes the memory of an input only if split alike."""
     jaxpr = computation.jaxpr.jaxpr
@@ -299,11 +235,9 @@ def with_specs(
         if vacant.get(kind, 0) > 0:
             vacant[kind] -= 1
             donated.append(i)
-    whole = _propagation.made_whole(computation.jaxpr, in_specs, sizes)
     return dataclasses.replace(
         computation,
         in_specs=in_specs,
         out_specs=out_specs,
         donated=tuple(donated),
-        whole=tuple({f"`{e.primitive.name}`{_compat.at_source_line(e)}": None for e in whole}),
     )

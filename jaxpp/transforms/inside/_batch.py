@@ -26,9 +26,9 @@ from jaxpp._specs import Spec, as_weak_as, axes_of, only, partition_spec, replic
 from jaxpp._typing import Eqn, Var
 from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.inside import _propagation
 from jaxpp.transforms.inside._assign import scattered
 from jaxpp.transforms.inside._automatic_axes import constraint, mapped, retype
+from jaxpp.transforms.inside._shardy import MaybeSpec, variable_specs
 from jaxpp.transforms.stages import call_merge, merge_of_call
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
@@ -192,10 +192,10 @@ def reduce_replicas(step: Step) -> Step:
     inside = step.inside
     if inside is None or not any(map(is_reduction, step.jaxpr.eqns)):
         return step
-    known: _propagation.Known = {}
+    known: Mapping[Var, MaybeSpec] = {}
     if inside.zero[Role.OPTIMIZER] == (inside.replicas,):
-        specs = [a.spec for a in step.arguments]
-        known = _propagation.propagate(step.jaxpr, specs, inside.sizes)
+        rows = _jaxprs.operands_of(filter(is_reduction, step.jaxpr.eqns))
+        known = variable_specs(step.jaxpr, rows, [a.spec for a in step.arguments], inside.sizes)
     made: dict[Hashable, Eqn] = {}  # those of equal arrays are one
     eqns: list[Eqn] = []
     for eqn in step.jaxpr.eqns:
@@ -220,7 +220,7 @@ def _call(reduce: Callable[[jax.Array], jax.Array], how: str, rows: jax.Array) -
 
 
 def _scattered_dimension(
-    how: str, rows: Var, total: Var, known: _propagation.Known, inside: Inside
+    how: str, rows: Var, total: Var, known: Mapping[Var, MaybeSpec], inside: Inside
 ) -> int | None:
     """Finds the dimension along which a sum is scattered, as its state is; None for none."""
     if how != "sum" or rows not in known:
@@ -279,7 +279,8 @@ def split_examples(step: Step) -> Step:
     jaxpr = _left_to_replicas(step.jaxpr, inside.replicas)
     if not any(map(_shares_examples, jaxpr.eqns)):
         return dataclasses.replace(step, jaxpr=jaxpr)
-    known = _propagation.propagate(jaxpr, [a.spec for a in step.arguments], inside.sizes)
+    specs = [a.spec for a in step.arguments]
+    known = variable_specs(jaxpr, _slices_read(jaxpr.eqns), specs, inside.sizes)
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     axes: dict[str, None] = {}
     eqns = []
@@ -360,11 +361,20 @@ def _shares_examples(eqn: Eqn) -> bool:
     return is_loop(eqn) and eqn.params["replicas"] == 1
 
 
+def _slices_read(eqns: Sequence[Eqn]) -> list[Var]:
+    """Returns the arrays of slices that loops without replicas read."""
+    found: list[Var] = []
+    for eqn in filter(_shares_examples, eqns):
+        first = len(eqn.invars) - len(ScheduledLoop.of(eqn).xs)
+        found += _jaxprs.variables(eqn.invars[first:])
+    return found
+
+
 def _split(
     v: Var,
     spec: Spec,
     maker: Mapping[Var, Eqn],
-    known: _propagation.Known,
+    known: Mapping[Var, MaybeSpec],
     sizes: Mapping[str, int],
 ) -> tuple[int, Spec]:
     """Finds the dimension of the examples in slices, and their spec, whole along microbatches.

@@ -20,8 +20,9 @@ from jaxpp.transforms.microbatch import (
 )
 from jaxpp.transforms.microbatch._reductions import CARRY
 
-#: The reduction of all outputs where the user gives none; a string of the user is another object.
-_BY_DEFAULT = "".join(("me", "an"))
+
+class _Default(str):
+    """A reduction that the user did not ask for."""
 
 
 @names_ours
@@ -30,7 +31,7 @@ def microbatch(
     num_microbatches: int,
     *,
     in_axes: PyTree[int | str | None] = (None, 0),
-    reduce: PyTree[str | _reductions.Operator] = _BY_DEFAULT,
+    reduce: PyTree[str | _reductions.Operator] = _Default("mean"),  # noqa: B008
     accumulator_dtype: PyTree[DTypeLike | None] = _reductions.AUTO,
     replicas: int = 1,
     merge: PyTree[str | Callable | None] = None,
@@ -186,7 +187,7 @@ def microbatch_by(
                 _arguments.note_on_slices(error, leaves, entries, paths, count)
             raise
         chosen = reduce(lambda: traced)
-        if chosen is _BY_DEFAULT:
+        if isinstance(chosen, _Default):
             _outputs.warn_of_averages(traced, small, axes, count)
         operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced, replicas, merge)
         _outputs.warn_of_overwritten(traced, operators)

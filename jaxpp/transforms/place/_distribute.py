@@ -7,6 +7,7 @@ once gathers them.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -23,8 +24,10 @@ from jaxpp.transforms.place import _conditionals
 from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
-    Splitter,
+    Slicer,
     concatenation_intervals,
+    in_parts,
+    part_vars,
     slice_interval,
     takes_some_rows,
 )
@@ -37,14 +40,15 @@ def distribute(step: Step) -> Step:
     if not bounds:
         return step.with_guards(jaxpr, guards)
     invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
-    splitter = Splitter(bounds, invars, guards)
-    splitter.rewrite(jaxpr.eqns)
     cuts = [None if _jaxprs.is_literal(v) else bounds.get(v) for v in outvars]
-    ins, outs = list(itertools.chain(*splitter.inputs)), splitter.outputs(outvars, cuts)
-    split = _compat.make_closed_jaxpr(ins, outs, [e for e, _ in splitter.eqns])
+    given = {v: part_vars(v, bounds[v]) for v in invars if v in bounds}
+    slicer = in_parts(jaxpr.eqns, bounds, given)
+    ins = list(itertools.chain(*(given.get(v, [v]) for v in invars)))
+    outs = slicer.outputs(outvars, cuts)
+    split = _compat.make_closed_jaxpr(ins, outs, slicer.eqns)
     split = _compat.eliminate_dead_code(split, [True] * len(outs))
-    facts = {v: Fact(anywhere=True) for v in splitter.floating}
-    for v, eqn in splitter.gathered.items():
+    facts = {v: Fact(anywhere=True) for v in slicer.floating}
+    for v, eqn in slicer.gathered.items():
         why = f"for `{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
         facts[v] = Fact(v in facts, why)
     in_cuts = [bounds.get(v) for v in invars]
@@ -61,7 +65,21 @@ def distribute(step: Step) -> Step:
     done = dataclasses.replace(
         step, jaxpr=split, arguments=tuple(arguments), results=tuple(results), facts=facts
     )
-    return done.with_guards(split, splitter.guards)
+    return done.with_guards(split, _guards(slicer, guards))
+
+
+def _guards(slicer: Slicer, guards: Mapping[Var, Guard]) -> dict[Var, Guard]:
+    """Returns the guards of the equations that are in the place of such as have guards.
+
+    Those beside them, as slices and combinations, have none, for others may read their results.
+    """
+    found: dict[Var, Guard] = {}
+    for eqn in slicer.eqns:
+        for old in (slicer.replaced[v] for v in eqn.outvars[:1] if v in slicer.replaced):
+            guard = next((guards[v] for v in old.outvars if v in guards), ())
+            own: Any = tuple((slicer.whole(v), k) for v, k in guard)
+            found.update((v, own) for v in eqn.outvars if own)
+    return found
 
 
 def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Atom]) -> list:
@@ -87,7 +105,7 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, Guard]]:
-    """Chooses where variables are cut, and opens the conditionals over such variables."""
+    """Chooses where variables are cut, and opens what holds equations over such variables."""
     jaxpr, guards = _slice_literals(step.jaxpr), step.guards
     # An argument that ranks load themselves is loaded whole.
     whole = [n for n, a in enumerate(step.arguments) if a.fed]
@@ -96,13 +114,27 @@ def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, G
         stuck = [
             e
             for e in jaxpr.eqns
-            if e.primitive.name == "cond"
+            if e.primitive.name in ("cond", "custom_linear_solve")
             and not e.effects
             and any(v in bounds for v in _jaxprs.variables([*e.invars, *e.outvars]))
         ]
-        if not stuck:
+        conditionals = [e for e in stuck if e.primitive.name == "cond"]
+        if conditionals:
+            jaxpr, guards = _conditionals.open_conditionals(jaxpr, conditionals, guards, [])
+        elif systems := {v for e in stuck for v in e.outvars if v not in guards}:
+            jaxpr = _jaxprs.rewrite(jaxpr, functools.partial(_solution, systems))
+        else:
             return jaxpr, bounds, guards
-        jaxpr, guards = _conditionals.open_conditionals(jaxpr, stuck, guards, [])
+
+
+def _solution(systems: set[Var], eqn: Eqn) -> _jaxprs.Replacement | None:
+    """Opens a `custom_linear_solve`: its other functions are for derivatives of the solution."""
+    if systems.isdisjoint(eqn.outvars):
+        return None
+    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    rest = eqn.invars[lengths.matvec + lengths.vecmat :]
+    operands = [*rest[: lengths.solve], *rest[lengths.solve + lengths.transpose_solve :]]
+    return _jaxprs.inline_body(_jaxprs.inline(jaxprs.solve, lambda e: True), operands, eqn)
 
 
 def _bounds(

@@ -17,7 +17,7 @@ from jaxpp._typing import Eqn
 from jaxpp._warn import warn
 from jaxpp.transforms._signature import Signature, with_keywords, without_keywords
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.graph import TaskGraph, lower
+from jaxpp.transforms.graph import TaskGraph, assign, lower
 from jaxpp.transforms.inside import (
     automatic,
     cost_of_sharing,
@@ -107,7 +107,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
         graph = _build_graph.build(step)
         for edit in request.edits:
             graph = edit(graph)
-        bundle = lower(step, graph)
+        bundle = lower(step, graph, assign(step, graph))
     if note := cost_of_sharing(step):
         warn(f"place: {note}")
         bundle = dataclasses.replace(bundle, notes=(note,))

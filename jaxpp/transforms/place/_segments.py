@@ -5,10 +5,9 @@ The phase is the loop that the segment comes before; the level counts the transf
 Equations that have no place are repeated in each segment that needs them.
 """
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,9 +34,6 @@ def is_segment(eqn) -> bool:
 
 #: The stages that run an equation, or read a variable.
 Place = frozenset[int]
-
-#: What tells the place of a segment, and the numbers of its equations.
-_Segment = tuple[Any, Sequence[int]]
 
 
 class Phases(Flow):
@@ -119,7 +115,7 @@ class _Outliner:
                 key = (levels[i], not self._reduces(i), tuple(sorted(own[i])))
                 members.setdefault(key, []).append(i)
             segments = [(place, numbers) for (*_, place), numbers in sorted(members.items())]
-            for k, (place, numbers) in enumerate(self._divided(segments, own, sources)):
+            for k, (place, numbers) in enumerate(segments):
                 found |= dict.fromkeys(numbers, (n, k, place))
         return found
 
@@ -127,41 +123,6 @@ class _Outliner:
         """Tells whether an equation combines what replicas made in a loop: a segment of its own."""
         eqn = self.flow.eqns[i]
         return is_reduction(eqn) and self.flow.maker_of(eqn.invars[0]) in self.flow.loops
-
-    def _divided(
-        self,
-        segments: Sequence[_Segment],
-        own: Mapping[int, Place],
-        sources: Mapping[int, set[int]],
-    ) -> Sequence[_Segment]:
-        """Divides large segments of a phase, where stages then share computations."""
-        eqns = [self.flow.eqns[i] for i in own]
-        if any(e.effects or any(v in self.step.guards for v in e.outvars) for e in eqns):
-            return segments
-
-        def like(numbers: Sequence[int]) -> Any:
-            eqns = (self.flow.eqns[i] for i in numbers)
-            return tuple((e.primitive, *(v.aval for v in e.outvars)) for e in eqns)
-
-        parts = [
-            (place, part) for place, all_ in segments for part in self._early(all_, own, sources)
-        ]
-        return divide(parts, sources.__getitem__, like)
-
-    def _early(
-        self, numbers: Sequence[int], own: Mapping[int, Place], sources: Mapping[int, set[int]]
-    ) -> list[Sequence[int]]:
-        """Divides a large segment: what other places wait for comes first."""
-        inside, early = set(numbers), set[int]()
-        for i in reversed(numbers):
-            readers = {j for v in self.flow.eqns[i].outvars for j in self.flow.readers.get(v, ())}
-            if i in early or any(j is not None and own.get(j, own[i]) != own[i] for j in readers):
-                early.add(i)
-                early |= inside & sources[i]
-        late = [i for i in numbers if i not in early]
-        if not early or len(late) < WORTH:
-            return [numbers]
-        return [sorted(early), late]
 
     def _sources(self, own: Collection[int], i: int) -> set[int]:
         """Finds the placed equations that one reads, directly or through unplaced ones."""
@@ -267,82 +228,3 @@ class _Outliner:
         self._add(
             place, list(map(rename.rename_all, [*eqns, *extra])), [t for _, t in pairs], "start"
         )
-
-
-# ---- segments that share computations ------------------------------------------------------------
-
-
-#: Fewer equations than these are compiled again: a further segment takes time in each step.
-WORTH = 100
-
-#: The equations of a component, by number.
-_Component = list[int]
-
-
-def divide(
-    segments: Sequence[_Segment],
-    sources: Callable[[int], Iterable[int]],
-    like: Callable[[Sequence[int]], Hashable],
-) -> list[_Segment]:
-    """Divides those segments of a phase that contain another one; gives all parts in order.
-
-    Args:
-        segments: the numbers of the equations of each segment, with anything that tells its place.
-        sources: gives the equations that an equation depends on.
-        like: gives a key of some equations, which is equal where their computations may be.
-    """
-    large = {n: own for n, (_, own) in enumerate(segments) if len(own) >= WORTH}
-    if len(large) < 2:
-        return list(segments)
-    parts = {n: _components(own, sources) for n, own in large.items()}
-    keys = {n: tuple(map(like, own)) for n, own in parts.items()}
-    counts = collections.Counter(keys.values())
-    divided: list[_Segment] = []
-    for n, (place, numbers) in enumerate(segments):
-        shared: list[int] = []
-        if n in large and counts[keys[n]] == 1:
-            for common in counts:
-                found = [i for k in _taken(common, keys[n]) for i in parts[n][k]]
-                if len(shared) < len(found) < len(numbers):
-                    shared = found
-        if len(shared) < WORTH:
-            divided.append((place, numbers))
-        else:
-            rest = sorted(set(numbers).difference(shared))
-            divided += [(place, sorted(shared)), (place, rest)]
-    return divided
-
-
-def _taken(common: Sequence[Hashable], keys: Sequence[Hashable]) -> list[int]:
-    """Finds where the common components stand among others, in order; none if one is missing."""
-    found, start = [], 0
-    for wanted in common:
-        position = next((n for n in range(start, len(keys)) if keys[n] == wanted), None)
-        if position is None:
-            return []
-        found.append(position)
-        start = position + 1
-    return found
-
-
-def _components(
-    numbers: Sequence[int], sources: Callable[[int], Iterable[int]]
-) -> list[_Component]:
-    """Groups equations that depend on each other, in the order of their first ones."""
-    parent = {i: i for i in numbers}
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    for i in numbers:
-        for j in sources(i):
-            if j in parent:
-                first, second = sorted((root(i), root(j)))
-                parent[second] = first
-    groups: dict[int, _Component] = {}
-    for i in numbers:
-        groups.setdefault(root(i), []).append(i)
-    return list(groups.values())

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives, _specs
+from jaxpp import _jaxprs, _primitives, _specs
 from jaxpp._dimensions import found_again
 from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
 
@@ -27,35 +27,35 @@ class Rows:
     """The rule of an equation that runs part by part.
 
     `operands` tells which of its operands have the rows; the others are whole. `params` gives the
-    equation's parameters for a number of rows; None if they are the same for any. The results have
-    the rows, unless `combine` is given: it makes whole results of those of the parts.
+    equation's parameters for a number of rows; None if they are the same for any. `results` tells
+    which of its results have the rows; None for all. If `combine` is given, none has: it makes
+    whole results of those of the parts.
     """
 
     operands: tuple[bool, ...]
     params: Callable[[int], dict[str, Any]] | None = None
     combine: Callable[[Any, Any], Any] | None = None
+    results: tuple[bool, ...] | None = None
+
+    def having(self, operands: Sequence[Atom]) -> list[Atom]:
+        """Returns those operands that have the rows."""
+        return list(itertools.compress(operands, self.operands))
+
+    def made(self, results: Sequence[Var]) -> list[tuple[Var, bool]]:
+        """Returns the results, each with whether it has the rows."""
+        flags = self.results or (self.combine is None,) * len(results)
+        return list(zip(results, flags, strict=True))
 
     def members(self, eqn: Eqn) -> list[Var]:
         """Returns the variables of the equation that have the rows."""
-        results = eqn.outvars if self.combine is None else []
-        return _jaxprs.variables([*itertools.compress(eqn.invars, self.operands), *results])
-
-
-def rows_of(eqn: Eqn) -> Rows | None:
-    """Returns the rule of an equation; None where all rows have to be in one place."""
-    return _scan(eqn) if eqn.primitive.name == "scan" else _rows_from_dimensions(eqn)
-
-
-def row_by_row(eqn: Eqn) -> Rows | None:
-    """Returns the rule of an equation if no row's bits depend on the number of rows; else None."""
-    rule = None if eqn.primitive.name in _primitives.CONTRACTIONS else rows_of(eqn)
-    return rule if rule is not None and rule.combine is None else None
+        made = [v for v, has_rows in self.made(eqn.outvars) if has_rows]
+        return _jaxprs.variables([*self.having(eqn.invars), *made])
 
 
 def of_rows(eqn: Eqn, rule: Rows, operands: Sequence[Atom], rows: int) -> Eqn:
     """Makes the equation for some rows of its results, from operands that have these rows."""
-    has_rows = rule.combine is None
-    outvars = [rows_var(v, rows) if has_rows else _jaxprs.fresh_var(v) for v in eqn.outvars]
+    made = rule.made(eqn.outvars)
+    outvars = [rows_var(v, rows) if has_rows else _jaxprs.fresh_var(v) for v, has_rows in made]
     params = eqn.params if rule.params is None else rule.params(rows)
     return eqn.replace(invars=list(operands), outvars=outvars, params=params)
 
@@ -68,6 +68,11 @@ def with_rows(aval: Aval, rows: int) -> Aval:
 def rows_var(var: Atom, rows: int) -> Var:
     """Makes a new variable of the same type, but for the number of rows."""
     return Var(with_rows(var.aval, rows))
+
+
+def part_vars(var: Var, bounds: Bounds) -> list[Var]:
+    """Makes a variable for each part of one that is cut."""
+    return [rows_var(var, high - low) for low, high in itertools.pairwise(bounds)]
 
 
 def num_rows(atom: Atom) -> int:
@@ -102,30 +107,35 @@ _SHAPES = {
     "reshape": "new_sizes",
     "slice": "limit_indices",
 }
-#: Those that run on some rows as they run on all; an indexed one (a gather) does not.
+#: Those that run on some rows as they run on all.
 _BY_ROWS = (
     _primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys()
-    | frozenset("argmax argmin bitcast_convert_type pad qr squeeze transpose unstack".split())
+    | frozenset("argmax argmin bitcast_convert_type pad squeeze transpose unstack".split())
     | frozenset("random_bits random_split random_unwrap random_wrap".split())
 )  # fmt: skip
 
 
-def _rows_from_dimensions(eqn: Eqn) -> Rows | None:
+def from_dimensions(eqn: Eqn) -> Rows | None:
     """Makes the rule of an equation whose operands have the first dimension of its results."""
-    name, found = eqn.primitive.name, found_again(eqn)
+    name = eqn.primitive.name
+    if name in _SEVERAL:
+        has_rows = _SEVERAL[name](eqn, [getattr(v.aval, "shape", ()) for v in eqn.invars])
+        sized = "slice_sizes" in eqn.params and has_rows is not None and not all(has_rows[:2])
+        params = functools.partial(_with_shape, eqn, "slice_sizes") if sized else None
+        return None if has_rows is None else Rows(has_rows, params)
+    found = found_again(eqn)
     if name not in _BY_ROWS:
         return None
     if name == "iota":
         found = [] if eqn.params["dimension"] else None
-    elif name == "qr":
-        found = [(0,)] if eqn.invars[0].aval.ndim > 2 else None
     elif name == "reshape" and eqn.params.get("dimensions") is None:
         found = [(0,)] if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
     if found is None or _mixes_rows(eqn):
         return None
     has_rows, made = tuple(dims[:1] == (0,) for dims in found), num_rows(eqn.outvars[0]) >= 0
     if made and (any(has_rows) or name in _SHAPES) and not any(0 in dims[1:] for dims in found):
-        return Rows(has_rows, functools.partial(_with_shape, eqn) if name in _SHAPES else None)
+        shape = _SHAPES.get(name)
+        return Rows(has_rows, functools.partial(_with_shape, eqn, shape) if shape else None)
     first = {dims[0] for dims in found if dims}
     if name in _COMBINES and len(first) == 1 and (first.pop() or 0) >= eqn.outvars[0].aval.ndim:
         return Rows(tuple(map(bool, found)), combine=_COMBINES[name])
@@ -143,29 +153,76 @@ def _mixes_rows(eqn: Eqn) -> bool:
     return 0 in (axes if isinstance(axes, Sequence) else (axes,))
 
 
-def _with_shape(eqn: Eqn, rows: int) -> dict[str, Any]:
-    parameter = _SHAPES[eqn.primitive.name]
+def _with_shape(eqn: Eqn, parameter: str, rows: int) -> dict[str, Any]:
     return {**eqn.params, parameter: (rows, *eqn.params[parameter][1:])}
 
 
-def _scan(eqn: Eqn) -> Rows | None:
-    """Makes the rule of a scan without carries, each iteration of which makes its own row."""
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    operands = tuple(i >= num_consts for i in range(len(eqn.invars)))
-    return None if num_carry else Rows(operands, lambda n: scan_params(eqn, n))
+# ---- rules of what is batched over rows, or indexed in each of them -----------------------------
+
+_Flags = tuple[bool, ...] | None
 
 
-def scanned(eqn: Eqn) -> list[Atom]:
-    """Returns the operands and results that a `scan` reads and makes row by row."""
-    if eqn.primitive.name != "scan":
-        return []
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    return [*eqn.invars[num_consts + num_carry :], *eqn.outvars[num_carry:]]
+def _batched(num_dims: int) -> Callable[[Eqn, list[tuple[int, ...]]], _Flags]:
+    """Makes the rule of an operation on arrays of some dimensions, and on stacks of such."""
+    return lambda eqn, shapes: (True,) * len(shapes) if len(shapes[0]) > num_dims else None
 
 
-def scan_params(eqn: Eqn, length: int) -> dict[str, Any]:
-    """Returns the parameters of a `scan` for another number of iterations."""
-    return {**eqn.params, "length": length, "unroll": min(eqn.params["unroll"], length)}
+def _dynamic_slice(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    (array, *indices), sizes = shapes, eqn.params["slice_sizes"]
+    return (True, *(False for _ in indices)) if array[:1] == tuple(sizes[:1]) else None
+
+
+def _dynamic_update_slice(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    array, update, *indices = shapes
+    return (True, True, *(False for _ in indices)) if array[:1] == update[:1] else None
+
+
+def _gather(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    numbers, (array, _) = eqn.params["dimension_numbers"], shapes
+    batch = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    if batch.get(0) == 0 and 0 not in numbers.offset_dims:
+        return True, True
+    is_window = numbers.offset_dims[:1] == (0,) and 0 not in numbers.collapsed_slice_dims
+    is_whole = tuple(eqn.params["slice_sizes"][:1]) == array[:1] and 0 not in batch
+    return (True, False) if is_window and is_whole and 0 not in numbers.start_index_map else None
+
+
+def _scatter(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    numbers, (array, _, updates) = eqn.params["dimension_numbers"], shapes
+    batch = dict(
+        zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    )
+    if batch.get(0) == 0 and 0 not in numbers.update_window_dims:
+        return True, True, True
+    is_window = numbers.update_window_dims[:1] == (0,) and 0 not in numbers.inserted_window_dims
+    is_whole = updates[:1] == array[:1] and 0 not in batch
+    indexed = numbers.scatter_dims_to_operand_dims
+    return (True, False, True) if is_window and is_whole and 0 not in indexed else None
+
+
+def _top_k(eqn: Eqn, shapes: list[tuple[int, ...]]) -> _Flags:
+    return (True,) if eqn.params.get("axis", -1) % len(shapes[0]) else None
+
+
+_MATRICES = """
+    cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
+    tridiagonal
+""".split()
+_SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split()
+#: For operations of several dimensions, by their names: which operands have the rows of the
+#: results, by the shapes of the operands.
+_SEVERAL: dict[str, Callable[[Eqn, list[tuple[int, ...]]], _Flags]] = {
+    **dict.fromkeys(_MATRICES, _batched(2)),
+    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _batched(1)),
+    **dict.fromkeys(_SCATTERS, _scatter),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "fft": lambda eqn, shapes: _batched(len(eqn.params["fft_lengths"]))(eqn, shapes),
+    "gather": _gather,
+    "top_k": _top_k,
+}
 
 
 # ---- slices, pads and concatenations of rows ----------------------------------------------------

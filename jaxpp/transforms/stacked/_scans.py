@@ -14,11 +14,14 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 
-from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Jaxpr, Var
+from jaxpp import _checkpoints, _compat, _jaxprs
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stacked import _rows
+from jaxpp.transforms.stacked._cut_scan import cut_scan
 from jaxpp.transforms.stacked._slicer import Slicer
+from jaxpp.transforms.stacked._walked import walked_as_xs
 
 #: A place where a program can be cut: the number of a scan, and the iteration after the cut.
 Iteration = tuple[int, int]
@@ -110,6 +113,16 @@ def divide_scans(
     return Divided(divided, place_of, slices, joins)
 
 
+def walk_stacks(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> tuple[jex.ClosedJaxpr, list[Eqn]]:
+    """Makes scans over stacked layers of those that take a layer of the model by its number.
+
+    Returns:
+        the program, and the scans of it that took layers so.
+    """
+    sources = _read(jaxpr, model)[1]
+    return walked_as_xs(jaxpr, lambda array: bool(sources.model_arrays(array)))
+
+
 def layer_scans(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> list[LayerScan]:
     """Finds the scans over arrays of the model, its inputs `model`, in a program."""
     return _read(jaxpr, model)[0]
@@ -143,6 +156,23 @@ def loop_that_is_one_unit(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> str:
     loops = [e for e in jaxpr.eqns if e.primitive.name in ("scan", "while")]
     obstacle = _obstacle(loops, sources, (1 << len(model)) - 1, "a parameter")
     return f" A loop counts as one place where {obstacle}" if obstacle else ""
+
+
+def way_out(jaxpr: jex.ClosedJaxpr, model: Sequence[Var], loop: Eqn) -> str:
+    """Says how a loop of the program can be written so that it can be cut; empty if it is none."""
+    sources = _read(jaxpr, model)[1]
+    if loop.primitive.name not in ("scan", "while"):
+        return ""
+    xs = loop.invars[sum(_compat.scan_parts(loop)) :] if loop.primitive.name == "scan" else []
+    if any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in xs):
+        return (
+            "a scan is cut between its iterations if it goes over arrays of the first argument: if "
+            "its xs are parameters, make them the first argument of the function"
+        )
+    obstacle = _obstacle([loop], sources, (1 << len(model)) - 1, "a parameter") or ""
+    return (
+        f"{obstacle} Run the layers by a lax.scan over the layers, with their stack as xs".strip()
+    )
 
 
 # ---- finding scans ------------------------------------------------------------------------------
@@ -232,7 +262,7 @@ class _Sources:
             # An array made outside of a checkpoint is sliced outside: only the slice is kept.
             return _checkpoints.outside(scan, [] if eqn is None else _checkpoints.scopes(eqn))
 
-        return Slicer(self._maker, enters, around)
+        return Slicer(self._maker, enters=enters, source=around)
 
 
 # ---- cutting a scan -----------------------------------------------------------------------------
@@ -275,52 +305,3 @@ def _cut(
     for piece in pieces:
         sources.add(piece.eqn)
     return pieces, results
-
-
-def cut_scan(
-    scan: Eqn, bounds: Sequence[int], whole: Sequence[Atom], slices: Sequence[Sequence[Atom]]
-) -> tuple[list[Eqn], list[Atom], list[list[Var]]]:
-    """Makes a scan for each part of the rows that a scan goes over.
-
-    Args:
-        scan: the equation.
-        bounds: where the rows are cut.
-        whole: the constants of each new scan, and the carries of the first.
-        slices: for each part its rows of the xs.
-
-    Returns:
-        The new scans, in the order in which they run; the final carries, of which one that no
-        iteration changes is as it was before the first; and the parts of each stacked result.
-    """
-    num_consts, num_carry = _compat.scan_parts(scan)
-    body = scan.params["jaxpr"].jaxpr
-    ends = zip(body.invars[num_consts : len(whole)], body.outvars[:num_carry], strict=True)
-    changes = [_handed_on(body, out) is not own for own, out in ends]
-    order = -1 if scan.params["reverse"] else 1
-    consts, carry = whole[:num_consts], list(whole[num_consts:])
-    scans = []
-    for (low, high), xs in list(zip(itertools.pairwise(bounds), slices, strict=True))[::order]:
-        made = [_jaxprs.fresh_var(v) for v in scan.outvars[:num_carry]]
-        made += [_rows.rows_var(v, high - low) for v in scan.outvars[num_carry:]]
-        params = _rows.scan_params(scan, high - low)
-        scans.append(scan.replace(invars=[*consts, *carry, *xs], outvars=made, params=params))
-        flags = zip(carry, made, changes, strict=False)
-        carry = [after if changed else before for before, after, changed in flags]
-    stacks = zip(*(part.outvars[num_carry:] for part in scans[::order]), strict=True)
-    return scans, carry, list(map(list, stacks))
-
-
-def _handed_on(jaxpr: Jaxpr, atom: Atom) -> Atom:
-    """Finds the atom that an atom of an open jaxpr is a copy of, through calls that hand it on."""
-    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    while not _jaxprs.is_literal(atom) and atom in maker:
-        eqn = maker[atom]
-        body = None if eqn.primitive.name in _primitives.CUSTOM_RULES else _jaxprs.called_jaxpr(eqn)
-        if body is None:
-            break
-        opened = _jaxprs.opened(body)
-        inner = _handed_on(opened, opened.outvars[eqn.outvars.index(atom)])
-        if inner not in opened.invars:
-            break
-        atom = eqn.invars[opened.invars.index(inner)]
-    return atom

@@ -292,7 +292,7 @@ def find_calls(traced: _jaxprs.Traced, model: Any, wanted: Collection[str]) -> d
     """
     reads = _reads(traced, model)
     arrays_of: dict[str, dict[str, int]] = {}
-    for path, module in _modules.module_paths(_modules.numbered(model)).items() if reads else ():
+    for path, module in _modules.module_paths(_modules.counted(model)).items() if reads else ():
         arrays_of.setdefault(class_name(type(module)), {})[path] = _modules.arrays_of(module)
     found = {}
     for scope, (eqn, read) in reads.items():
@@ -322,15 +322,15 @@ def _nearest(read: Collection[int], arrays_of: Mapping[str, int]) -> list[str]:
     of one module and other sources (an average with another model). Of modules whose arrays are
     read alike, the smallest is nearest; one without arrays is if there is no other.
     """
-    from_model = _modules.union(arrays for arrays in read if not arrays & _OTHER)
+    from_model = _modules.joined_bits(arrays for arrays in read if not arrays & _OTHER)
 
     def nearness(own: int) -> tuple[int, int, int]:
-        from_own = _modules.union(arrays for arrays in read if not arrays & ~(own | _OTHER))
+        from_own = _modules.joined_bits(arrays for arrays in read if not arrays & ~(own | _OTHER))
         missing = own & ~(from_model | from_own)
         counts = (own & from_model).bit_count(), (own & from_own).bit_count()
         return (*counts, -missing.bit_count())
 
-    every = _modules.union(read)
+    every = _modules.joined_bits(read)
     near = {p: nearness(own << 1) for p, own in arrays_of.items() if own << 1 & every or not own}
     near = {path: n for path, n in near.items() if any(n[:2]) or not arrays_of[path]}
     return [path for path, n in near.items() if n == max(near.values())]
@@ -356,8 +356,8 @@ def _reads(traced: _jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]
                 inside |= number.setdefault(scope, 1 << len(number))
                 _, read = reads.setdefault(scope, (eqn, set()))
                 read.update(arrays for arrays, made in own if not made & ~inside)
-            sources = _modules.union(arrays for arrays, _ in own)
-            every = sources, _modules.union(made for _, made in own) | inside
+            sources = _modules.joined_bits(arrays for arrays, _ in own)
+            every = sources, _modules.joined_bits(made for _, made in own) | inside
             results = [every] * len(eqn.outvars)
             for body in _jaxprs.sub_jaxprs(eqn):  # it takes some of the last operands
                 taken = [*([every] * len(body.invars)), *own][len(own) :]
@@ -424,7 +424,7 @@ def whole_calls(
     There is none in place of the class if `paths` names the module.
     """
     called = {call.path for call in calls.values()}
-    modules = _modules.module_paths(_modules.numbered(model))
+    modules = _modules.module_paths(_modules.counted(model))
     arrays_of = {path: _modules.arrays_of(module) for path, module in modules.items()}
     for path in paths:
         if path not in called and arrays_of[path]:  # one without arrays may compute nothing

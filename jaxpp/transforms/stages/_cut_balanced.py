@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -134,7 +134,8 @@ def cut_balanced(
         if isinstance(balance, Units | Finest):
             cuts = costed.unit_cuts([*units, *together], balance)
         else:
-            cuts = _best_cuts(costed, units, together)
+            way_out = functools.partial(stacked.way_out, jaxpr, arrays)
+            cuts = _best_cuts(costed, units, together, way_out)
     except ValueError as error:
         loop = stacked.loop_that_is_one_unit(jaxpr, arrays)
         raise ValueError(f"split_stages: {error}{loop}") from None
@@ -157,13 +158,16 @@ def cost_of(balance: Balance) -> _flops.Cost:
 
 
 def _best_cuts(
-    costed: "_Costs", units: Sequence[_units.Unit], together: Sequence[_units.Unit]
+    costed: "_Costs",
+    units: Sequence[_units.Unit],
+    together: Sequence[_units.Unit],
+    way_out: Callable[[Eqn], str],
 ) -> list[int]:
     """Finds the best cuts between units, and between those that states keep `together`, if it can.
 
     Warns where the slowest stage is much slower than it could be.
     """
-    layers, call = _units.note(units, costed.num_stages), _closed_call(costed)
+    layers, call = _units.note(units, costed.num_stages), _closed_call(costed, way_out)
     try:
         cuts = costed.cuts(units)
     except ValueError as error:
@@ -351,7 +355,7 @@ def _between_units(
     return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
 
 
-def _closed_call(costed: _Costs) -> str:
+def _closed_call(costed: _Costs, way_out_of: Callable[[Eqn], str]) -> str:
     """Says which uncuttable call has much more than a stage's share of the work, if one has."""
     eqns, costs = costed.eqns, costed.costs
     if not eqns:
@@ -361,7 +365,7 @@ def _closed_call(costed: _Costs) -> str:
     is_cut = eqns[i].outvars[0] in costed.places
     if not is_call or is_cut or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
         return ""
-    way_out = "call it for each layer and not for all of them"
+    way_out = way_out_of(eqns[i]) or "call it for each layer and not for all of them"
     if _stages.runs_microbatches(eqns[i]):
         way_out = f"it is the loop of microbatch; {_stages.ORDER}"
     return (

@@ -115,7 +115,11 @@ def no_scope(name: str, eqns: Sequence[Eqn], model: Any) -> str:
     there = _modules.listed(scopes) + _modules.nearest(name.replace("/", "."), inner)
     no_scope = f"o equation is under jax.named_scope({name!r}) ({there})."
     if not isinstance(model, eqx.Module):
-        return f"N{no_scope}"
+        return (
+            f"N{no_scope} at= names scopes, layers of a stack, or modules of a model that is the "
+            f"first argument; anywhere else, mark the cut in the function with "
+            f"jaxpp.pipeline_enter_stage, or give num_stages alone."
+        )
     there = _modules.listed(_modules.module_paths(model), name)
     return f"No module of the first argument is called {name!r} ({there}), and n{no_scope}"
 
@@ -135,7 +139,7 @@ def _stacked(
         return module
     stack = _modules.stack_at(model, path)
     for scan in stacked.layer_scans(jaxpr, arrays):
-        own = _modules.union(a for a in scan.arrays if not a & ~stack.arrays)
+        own = _modules.joined_bits(a for a in scan.arrays if not a & ~stack.arrays)
         if own and own == stack.arrays and _calls.calls_class(scan.eqn, type(module)):
             return stack
     return module

@@ -168,7 +168,7 @@ def stack_at(model: eqx.Module, path: str) -> Layer:
 
 def _node_at(model: eqx.Module, path: str) -> Any:
     """Returns the node at a path, with numbers in place of arrays; None if there is no node."""
-    node = numbered(model)
+    node = counted(model)
     for name in path.split("."):
         if isinstance(node, eqx.Module):
             node = vars(node).get(name)
@@ -181,18 +181,18 @@ def _node_at(model: eqx.Module, path: str) -> Any:
     return node
 
 
-def numbered(model: Any) -> Any:
+def counted(model: Any) -> Any:
     """Puts its number in place of each array of a model, and None in place of other leaves."""
     numbers = itertools.count()
     return jtu.tree_map(lambda x: next(numbers) if _jaxprs.is_array(x) else None, model)
 
 
 def arrays_of(node: Any) -> int:
-    """Returns the arrays of a node of a `numbered` model, a bit each."""
-    return union(1 << i for i in jtu.tree_leaves(node))
+    """Returns the arrays of a node of a model `counted`, a bit each."""
+    return joined_bits(1 << i for i in jtu.tree_leaves(node))
 
 
-def union(sets: Iterable[int]) -> int:
+def joined_bits(sets: Iterable[int]) -> int:
     """Joins sets of arrays, a bit each."""
     return functools.reduce(operator.or_, sets, 0)
 

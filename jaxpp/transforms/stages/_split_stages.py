@@ -7,8 +7,10 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PyTree
 
-from jaxpp import _jaxprs
+from jaxpp import _compat, _jaxprs
 from jaxpp._typing import P, R, Var
+from jaxpp._warn import warn
+from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import (
     _calls,
     _cut_balanced,
@@ -130,6 +132,8 @@ def split_stages(
             _check_first(model, args, cuts)
             jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
             opened = dataclasses.replace(traced, jaxpr=jaxpr)
+            opened = _walking_stacks(opened, _modules.model_arrays(opened, model))
+            jaxpr = opened.jaxpr
             paths = [path for path, _ in named]
             calls = _calls.find_calls(opened, model, paths)
             if cuts is not None:
@@ -165,6 +169,18 @@ def split_stages(
         return traced, stages
 
     return _stages.run_in_stages(fun, decide, _run_behind_mark)
+
+
+def _walking_stacks(traced: _jaxprs.Traced, arrays: Sequence[Var]) -> _jaxprs.Traced:
+    """Makes scans over layers of loops that take layers by their number, and says so."""
+    jaxpr, walking = stacked.walk_stacks(traced.jaxpr, arrays)
+    for eqn in walking:
+        warn(
+            f"split_stages: the loop{_compat.at_source_line(eqn)} takes the layers of a stack by "
+            f"their number, and is cut as a scan over the layers, with the stack as xs. Write it "
+            f"so, and it is what runs on one device, too."
+        )
+    return dataclasses.replace(traced, jaxpr=jaxpr)
 
 
 def _check_first(model: Any, args: Sequence[Any], cuts: Any) -> None:

@@ -14,6 +14,8 @@ import collections
 import dataclasses
 import functools
 import os
+import types
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +91,9 @@ class Stages:
 
 # ---- deciding once ------------------------------------------------------------------------------
 
+#: The functions that decide the stages of those that `run_in_stages` made.
+_DECISIONS: weakref.WeakKeyDictionary[Callable, Callable] = weakref.WeakKeyDictionary()
+
 
 def run_in_stages(fun: Callable[P, R], decide: Callable, run_stage: Callable) -> Callable[P, R]:
     """Makes a function that traces `fun` and decides its stages, then runs them one by one."""
@@ -100,16 +105,14 @@ def run_in_stages(fun: Callable[P, R], decide: Callable, run_stage: Callable) ->
         traced, stages = decide(*args, **kwargs)
         return traced.rebuild(stages.run(traced.inputs, run_stage))
 
-    # With its owner: a wrapper of this function takes over all attributes, and may do more.
-    staged.__dict__["_jaxpp_stages"] = staged, decide
+    _DECISIONS[staged] = decide
     return staged
 
 
 def decision_of(fun: Callable) -> Callable[..., tuple[_jaxprs.Traced, Stages]]:
     """Finds the function that decides the stages of `fun`: its own, or one that reads its marks."""
-    owner, decide = getattr(fun, "_jaxpp_stages", (None, None))
-    if decide is not None and owner is fun:
-        return decide
+    if isinstance(fun, types.FunctionType) and fun in _DECISIONS:
+        return _DECISIONS[fun]
 
     def read(*args, **kwargs):
         traced = _jaxprs.trace(fun, args, kwargs)

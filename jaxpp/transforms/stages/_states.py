@@ -12,6 +12,7 @@ import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _next
 from jaxpp._typing import Atom, Eqn, Var
+from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _stages, _units
 
 
@@ -50,6 +51,8 @@ def units(
 ) -> list[_units.Unit]:
     """Makes a unit of the equations from the first reader of each state to its next value.
 
+    Where the states of layers are stacked, each layer has such a unit of its own.
+
     A next value that an equation of `prepares` makes (the next count of a counter) needs none: it
     goes with the readers of its argument anyway. Equations are named by their first variable.
     """
@@ -58,12 +61,14 @@ def units(
     for i, eqn in enumerate(eqns):
         for v in _jaxprs.variables(eqn.invars):
             readers.setdefault(v, i)
-    return [
-        _units.Unit(readers[s.argument], makers[result], s)
-        for s in carried
-        for result in _jaxprs.variables([results[s.result]])
-        if s.argument in readers and readers[s.argument] < makers.get(result, -1)
-    ]
+    found = []
+    for state in carried:
+        whole = (state.argument, results[state.result])
+        for before, after in stacked.states_of_layers(eqns, *whole) or [whole]:
+            last = max((makers.get(v, -1) for v in _jaxprs.variables([after])), default=-1)
+            if before in readers and readers[before] < last:
+                found.append(_units.Unit(readers[before], last, state))
+    return found
 
 
 def note(together: Sequence[_units.Unit], eqns: Sequence[Eqn]) -> str:

@@ -1,5 +1,6 @@
 """Partitions the body of a microbatch loop into tasks, which run by a schedule."""
 
+from jaxpp.transforms.tasks._as_scan import was_loop as was_loop
 from jaxpp.transforms.tasks._edit import Loop as Loop
 from jaxpp.transforms.tasks._edit import Value as Value
 from jaxpp.transforms.tasks._edit_loops import edit_loops as edit_loops
@@ -9,8 +10,7 @@ from jaxpp.transforms.tasks._loop import is_loop as is_loop
 from jaxpp.transforms.tasks._loop import operand_stages as operand_stages
 from jaxpp.transforms.tasks._loop import result_stages as result_stages
 from jaxpp.transforms.tasks._loop import row_type as row_type
-from jaxpp.transforms.tasks._loop import was_loop as was_loop
-from jaxpp.transforms.tasks._loop import with_rows as with_rows
+from jaxpp.transforms.tasks._loop import rows_type as rows_type
 from jaxpp.transforms.tasks._schedule import holds_microbatch_loop as holds_microbatch_loop
 from jaxpp.transforms.tasks._schedule import is_microbatch_loop as is_microbatch_loop
 from jaxpp.transforms.tasks._schedule import schedule as schedule

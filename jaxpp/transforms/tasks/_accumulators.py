@@ -1,9 +1,8 @@
 """Gives a loop the accumulators that its tasks need, each of one task.
 
-A frozen parameter needs none. A parameter that several tasks read has one a task, one that is
-stacked over layers one for the rows of each stage, and where microbatches take two directions
-through the ranks, each direction has its own. Those of one result are combined once, after the
-loop.
+A frozen parameter needs none. A parameter that several tasks read has one a task, and one that is
+stacked over layers one for the rows of each stage. Those of one result are combined once, after the
+loop. (Each direction of a schedule gets its own in `_write`.)
 """
 
 import collections
@@ -16,21 +15,21 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpp import _jaxprs, _primitives, _specs, schedules
+from jaxpp import _jaxprs, _primitives, _specs
 from jaxpp._groups import Flow
 from jaxpp._typing import Atom, Eqn, Var
+from jaxpp.schedules import Kind
 from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
-    Splitter,
-    num_rows,
+    in_parts,
     pad_interval,
+    part_vars,
+    rows_used,
     takes_some_rows,
 )
-from jaxpp.transforms.tasks import _loop
-from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
+from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow
 
 # ---- of a task -----------------------------------------------------------------------------------
 
@@ -60,7 +59,7 @@ def adds_like(wide: Any, narrow: Any) -> bool:
     return is_wide and own.nexp == other.nexp and own.nmant >= other.nmant
 
 
-def hand_through_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
+def hand_through_zeros(loop: ScheduledLoop) -> ScheduledLoop:
     """Hands a carry on unchanged if only zeros are added to it: then no task has to make it.
 
     An example is the gradient of a parameter behind `stop_gradient`.
@@ -77,8 +76,7 @@ def hand_through_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
 
     outs = tuple(map(update, loop.carries, loop.carry_outs))
     keep = _jaxprs.ancestors(loop.eqns, (*outs, *loop.ys))
-    kept = [p for p, k in zip(loop.placed(), keep, strict=True) if k]
-    return loop.with_equations(kept, carry_outs=outs)
+    return loop.with_equations(itertools.compress(loop.grouped, keep), carry_outs=outs)
 
 
 def folded(fold: jex.Primitive) -> Callable[..., Any]:
@@ -97,7 +95,7 @@ def neutral(fold: jex.Primitive | None, first: Atom) -> tuple[list[Eqn], Atom]:
     return eqns, zeros
 
 
-def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
+def split_shared_sums(loop: ScheduledLoop) -> ScheduledLoop:
     """Gives a sum over contributions of several tasks one accumulator for each task.
 
     Differentiation gives the gradient of a parameter that several stages read as one sum in each
@@ -109,7 +107,7 @@ def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
     """
     sums = _Sums(loop)
     parts, outs, joins = [], [], []
-    folds, operands, before = {}, dict(loop.operands), list(loop.before)
+    folds, outside, before = {}, dict(loop.outside), list(loop.before)
     for carry, out in zip(loop.carries, loop.carry_outs, strict=True):
         update = sums.update_of(carry, out)
         own, own_outs = [carry], [out]
@@ -121,13 +119,13 @@ def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
                 sums.accumulate(update, groups, own, own_outs)
             folds.update(dict.fromkeys(own, update.eqn.primitive))
             for v in own[1:]:
-                eqns, operands[v] = neutral(update.eqn.primitive, v)
+                eqns, outside[v] = neutral(update.eqn.primitive, v)
                 before += eqns
         parts.append(own)
         outs += own_outs
         joins.append(folded(folds[carry]) if len(own) > 1 else None)
-    loop = loop.divided(parts, joins, operands=operands, before=tuple(before), folds=folds)
-    return loop.with_equations(sums.placed(), carry_outs=tuple(outs))
+    loop = loop.divided(parts, joins, outside=outside, before=tuple(before), folds=folds)
+    return loop.with_equations(sums.grouped(), carry_outs=tuple(outs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +148,15 @@ class _Term:
 class _Sums:
     """The equations of a body, among which sums over several tasks give way to sums of each."""
 
-    def __init__(self, loop: MicrobatchLoop):
+    def __init__(self, loop: ScheduledLoop):
         self.loop = loop
         flow = Flow(loop.eqns)
 
-        def last(i: int, near: list[int]) -> int | None:
-            own = loop.position[i]
-            return max(near, default=None) if own is None else own
+        def last(i: int, near: list[Key]) -> Key | None:
+            return loop.grouped[i][1] or max(near, default=None, key=in_flow)
 
         self.maker = flow.maker
-        #: The position of the last task that each variable depends on, if it does on any.
+        #: The last task that each variable depends on, if it does on any.
         self.at = flow.down({}, last)
         atoms = [v for e in loop.eqns for v in e.invars] + list(loop.outputs)
         self.readers = collections.Counter(v for v in atoms if not _jaxprs.is_literal(v))
@@ -167,9 +164,9 @@ class _Sums:
         self.dropped: set[int] = set()
         self.added: list[Eqn] = []
 
-    def placed(self) -> list[tuple[Eqn, int | None]]:
-        """Returns the equations with their positions; new ones have none."""
-        kept = [p for i, p in enumerate(self.loop.placed()) if i not in self.dropped]
+    def grouped(self) -> list[Grouped]:
+        """Returns the equations with their tasks; new ones have none."""
+        kept = [pair for i, pair in enumerate(self.loop.grouped) if i not in self.dropped]
         return [*kept, *((e, None) for e in self.added)]
 
     def update_of(self, carry: Var, out: Atom) -> _Update | None:
@@ -197,18 +194,18 @@ class _Sums:
 
         Sums of values of a single task, and sums in a forward pass, are left out.
         """
-        tasks: dict[Var, set[int | None]] = {}
+        tasks: dict[Var, set[Key | None]] = {}
         found: dict[Var, int] = {}
-        for i, (eqn, position) in enumerate(self.loop.placed()):
+        for i, (eqn, key) in enumerate(self.loop.grouped):
             name = eqn.primitive.name
-            forward = position is not None and position < self.loop.num_stages
+            forward = key is not None and key.kind is Kind.F
             if name not in _primitives.ADDS | _PASSED or forward:
                 continue
             (v,) = eqn.outvars
             if self.readers[v] != 1:
                 continue
             made_by = [tasks.get(o, {self.at.get(o)}) for o in _jaxprs.variables(eqn.invars)]
-            own = set[int | None]().union(*made_by)
+            own = set[Key | None]().union(*made_by)
             if own != {self.at.get(v)}:
                 tasks[v], found[v] = own, i
         return found
@@ -223,10 +220,10 @@ class _Sums:
             return [[_Term(update.value)]]
         terms, _ = self._terms(update.value)
         tasks = [None if _jaxprs.is_literal(t.value) else self.at.get(t.value) for t in terms]
-        first = next((p for p in tasks if p is not None), None)
-        groups: dict[int | None, list[_Term]] = {}
-        for t, p in zip(terms, tasks, strict=True):
-            groups.setdefault(first if p is None else p, []).append(t)
+        first = next((key for key in tasks if key is not None), None)
+        groups: dict[Key | None, list[_Term]] = {}
+        for t, key in zip(terms, tasks, strict=True):
+            groups.setdefault(key or first, []).append(t)
         return list(groups.values())
 
     def _terms(self, v: Atom) -> tuple[list[_Term], list[int]]:
@@ -284,47 +281,45 @@ class _Sums:
 # ---- of the rows of a stage ----------------------------------------------------------------------
 
 
-def split_stacked_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
+def split_stacked_sums(loop: ScheduledLoop) -> ScheduledLoop:
     """Divides a sum over rows that several stages make: the rows of each get an accumulator."""
     loop = _open_calls(loop)
     bounds = _bounds(loop)
     cuts = [bounds.get(v) for v in loop.carries]
     if not any(cuts):
         return loop
-    splitter = Splitter(bounds, loop.carries)
-    splitter.rewrite(loop.eqns)
+    given = {v: part_vars(v, bounds[v]) for v in loop.carries if v in bounds}
+    parts = [given.get(v, [v]) for v in loop.carries]
+    slicer = in_parts(loop.eqns, bounds, given)
     joins = [None if cut is None else lambda *rows: jax.lax.concatenate(rows, 0) for cut in cuts]
-    operands, before = dict(loop.operands), list(loop.before)
-    for carry, parts, cut in zip(loop.carries, splitter.inputs, cuts, strict=True):
-        for part, rows in zip(parts, itertools.pairwise(cut or ()), strict=False):
+    outside, before = dict(loop.outside), list(loop.before)
+    for carry, cut in zip(loop.carries, cuts, strict=True):
+        for part, rows in zip(given.get(carry, ()), itertools.pairwise(cut or ()), strict=True):
             take = functools.partial(jax.lax.slice_in_dim, start_index=rows[0], limit_index=rows[1])
-            eqns, (operands[part],) = _jaxprs.record(take, [loop.operands[carry]])
+            eqns, (outside[part],) = _jaxprs.record(take, [loop.outside[carry]])
             before += eqns
-    carry_outs = splitter.outputs(loop.carry_outs, cuts)
-    ys = splitter.outputs(loop.ys, [None] * len(loop.ys))
-    # New equations have no position: they join a task by dependence later.
-    placed = [(e, None if n is None else loop.position[n]) for e, n in splitter.eqns]
-    keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
-    loop = loop.divided(splitter.inputs, joins, operands=operands, before=tuple(before))
-    placed = itertools.compress(placed, keep)
-    return loop.with_equations(placed, carry_outs=tuple(carry_outs), ys=tuple(ys))
+    carry_outs = slicer.outputs(loop.carry_outs, cuts)
+    ys = slicer.outputs(loop.ys, [None] * len(loop.ys))
+    # New equations have no task: they join one by dependence later.
+    owner = loop.owner()
+    grouped = [(e, next((owner.get(v) for v in e.outvars), None)) for e in slicer.eqns]
+    keep = _jaxprs.ancestors(slicer.eqns, (*carry_outs, *ys))
+    loop = loop.divided(parts, joins, outside=outside, before=tuple(before))
+    grouped = itertools.compress(grouped, keep)
+    return loop.with_equations(grouped, carry_outs=tuple(carry_outs), ys=tuple(ys))
 
 
-def _bounds(loop: MicrobatchLoop) -> dict[Var, Bounds]:
-    """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
-    classes = Classes(loop.eqns, zip(loop.carries, loop.carry_outs, strict=True))
-    used = [
-        (eqn.outvars[0], interval, frozenset({loop.stage(position)}))
-        for eqn, position in loop.placed()
-        if position is not None and (interval := pad_interval(eqn))
-        if interval != (0, num_rows(eqn.outvars[0]))
-    ]
+def _bounds(loop: ScheduledLoop) -> dict[Var, Bounds]:
+    """Finds where carries, and what they become, are cut: by the rows that stages make or read."""
+    classes = Classes(loop.eqns, loop.becomes().items())
+    of_stages = [(e, None if key is None else key.stage) for e, key in loop.grouped]
     carried = {classes.of(v) for v in loop.carries}
-    variables = [*loop.consts, *loop.carries, *loop.xs, *_jaxprs.results_of(loop.eqns)]
+    variables = [*loop.inputs, *_jaxprs.results_of(loop.eqns)]
+    used = rows_used(of_stages, classes)
     return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
 
 
-def _open_calls(loop: MicrobatchLoop) -> MicrobatchLoop:
+def _open_calls(loop: ScheduledLoop) -> ScheduledLoop:
     """Opens calls that take rows of an array, or pad rows with zeros.
 
     A stage that is rematerialised is such a call. Its backward is a program of its own, so that XLA
@@ -340,70 +335,3 @@ def _open_calls(loop: MicrobatchLoop) -> MicrobatchLoop:
         return False
 
     return loop.rewritten(_jaxprs.inlining(touches_rows))
-
-
-# ---- of a direction ------------------------------------------------------------------------------
-
-
-def separate_directions(
-    loop: MicrobatchLoop,
-    scheduled: _loop.ScheduledLoop,
-    join_rows: Callable[..., Any] | None = None,
-) -> MicrobatchLoop:
-    """Gives each direction of a loop accumulators of its own.
-
-    Args:
-        loop: the loop.
-        scheduled: its tasks.
-        join_rows: makes a result with a row for each slice from those of the directions; None for
-            what takes each row from its slice's direction.
-
-    Returns:
-        The loop with a carry and a result of each direction in place of each.
-
-    Raises:
-        jaxpp.schedules.ScheduleError: if a value is carried through all microbatches in order,
-            which a loop of two directions does not have.
-    """
-    count = scheduled.num_directions
-    if count == 1:
-        return loop
-    for (kind, stage), line in _loop.ordered_carries(scheduled).items():
-        raise schedules.ScheduleError(
-            f"the schedule sends microbatches through the ranks in {count} directions, but "
-            f"the loop carries a value{line} through {kind}[stage {stage}] from each microbatch to "
-            f"the next in order; combine it by 'mean', 'sum', 'max', 'stack' or 'concat', or use a "
-            f"schedule of one direction."
-        )
-    operands, before, parts = dict(loop.operands), list(loop.before), []
-    for fold, carry in zip(scheduled.folds, loop.carries, strict=True):
-        own = [carry, *(_jaxprs.fresh_var(carry) for _ in range(count - 1))]
-        for v in own[1:]:
-            eqns, operands[v] = neutral(fold, operands[carry])
-            before += eqns
-        parts.append(own)
-    joins = [folded(fold) if fold else first_of for fold in scheduled.folds]
-    joins += [join_rows or rows_of(scheduled)] * len(scheduled.ys)
-    parts += [[v] * count for v in loop.results[len(parts) :]]
-    return loop.divided(parts, joins, operands=operands, before=tuple(before))
-
-
-def first_of(first, *_):
-    """Joins what is the same in all directions, as what no task changes is."""
-    return first
-
-
-def rows_of(loop: _loop.ScheduledLoop, repeats: int = 1) -> Callable[..., Any]:
-    """Returns the function that takes each microbatch's row from its direction's result.
-
-    The rows are those of the loop's slices, perhaps for each of several replicas.
-    """
-    taken = loop.table.direction_of[::-1] if loop.reverse else loop.table.direction_of
-
-    def join(first, *others):
-        for direction, rows in enumerate(others, 1):
-            own = np.array(taken * repeats) == direction
-            first = jnp.where(own.reshape((-1, *(1,) * (rows.ndim - 1))), rows, first)
-        return first
-
-    return join

@@ -2,16 +2,17 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.tree_util as jtu
 
-from jaxpp import _compat, _jaxprs, _primitives, schedules
+from jaxpp import _compat, _jaxprs, schedules
 from jaxpp._typing import Atom, Aval, Eqn, Var
 from jaxpp.schedules import Kind, Table, Task
-from jaxpp.transforms.tasks._loop import Key, ScheduledLoop, make_task, remade
+from jaxpp.transforms.tasks._loop import Key, ScheduledLoop
+from jaxpp.transforms.tasks._open_task import OpenTask
 from jaxpp.transforms.tasks._schedule import check
 
 _T = TypeVar("_T")
@@ -119,7 +120,7 @@ class Loop:
         for task in self._loop.tasks:
             for v in _jaxprs.variables(task.invars):
                 readers.setdefault(v, []).append(_key(task))
-        results = {*self._loop.body.jaxpr.outvars}
+        results = {*self._loop.outputs}
         return tuple(
             Value(v.aval, _key(task), tuple(readers.get(v, ())), v)
             for task in self._loop.tasks
@@ -134,10 +135,10 @@ class Loop:
         gradient in each.
         """
         task = self._task(key)
-        if _key(task).kind == "F":
+        if task.key.kind == "F":
             return ()
-        variables = dict.fromkeys(own.value for own in _additions(task, self._loop))
-        return tuple(Value(v.aval, _key(task), (), v, True) for v in variables)
+        variables = dict.fromkeys(v for _, v in task.additions(self._loop))
+        return tuple(Value(v.aval, task.key, (), v, True) for v in variables)
 
     # ---- edits ----------------------------------------------------------------------------------
 
@@ -154,11 +155,7 @@ class Loop:
         Returns:
             The loop, and the new values, which no task reads yet.
         """
-        task = self._task(key)
-        self._check_known(values)
-        made = self._record_in(task, fun, values)
-        new = [Var(atom.aval) for atom in made.atoms]
-        loop = made.loop._with(_extended(task, made, new))
+        loop, new, _ = self._after(key, fun, values)
         return loop, loop._values_of(new)
 
     def before(
@@ -173,17 +170,15 @@ class Loop:
             of: the value that the task has read so far.
         """
         task = self._task(key)
-        old, known = self._input(task, of), _inputs(task)
+        old = self._input(task, of)
         self._check_known(values)
         sent = list(map(self._sent, values))
-        read = {v: known.get(v) or _jaxprs.fresh_var(v) for v in sent}
-        given = [read[v] for v in sent]
-        made = self._record(fun, given, f"at the start of {_key(task)}", known, [of.aval])
-        del known[self._sent(of)]
-        new = _jaxprs.Substitution([(old, made.atoms[0])])
-        eqns = [*made.eqns, *map(new.rename, task.params["jaxpr"].eqns)]
-        outputs = {v: new(own) for v, own in _outputs(task).items()}
-        return made.loop._with(_with_parts(task, {**known, **read, **made.consts}, eqns, outputs))
+        task, new = task.reading(sent), Var(of.aval)
+        task, given = task.renamed(old, new), [task.inputs[v] for v in sent]
+        where = f"at the start of {task.key}"
+        made = self._put(task, fun, given, where, types=[of.aval], at=0)
+        task = made.task.renamed(new, made.atoms[0])
+        return made.loop._with(task if of._var in sent else task.without(of._var))
 
     def insert(
         self,
@@ -226,36 +221,34 @@ class Loop:
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
         if before and (ranks := self._ranks_of(*before)) != (own := self._ranks_of("F", stage)):
             raise self._error(
-                f"inserts {name} before {''.join(map(str, before))}, which {_named(ranks)} runs; "
-                f"{name} is a task of {_named(own)}: name a task of that rank."
+                f"inserts {name} before {''.join(map(str, before))}, which {_ranks(ranks)} runs; "
+                f"{name} is a task of {_ranks(own)}: name a task of that rank."
             )
         self._check_known(values)
         sent = list(map(self._sent, values))
-        read = {v: _jaxprs.fresh_var(v) for v in sent}
-        made = self._record(fun, [read[v] for v in sent], f"as {name}", {})
-        outputs = {Var(atom.aval): atom for atom in made.atoms}
-        empty = make_task(Key(Kind(kind), stage), _compat.make_closed_jaxpr([], [], []), (), ())
-        task = _with_parts(empty, {**read, **made.consts}, made.eqns, outputs)
+        task = OpenTask(Key(Kind(kind), stage)).reading(sent)
+        made = self._put(task, fun, [task.inputs[v] for v in sent], f"as {name}")
+        task, new = made.given()
         makers = {v.maker for v in values}
         table = _with_tasks(self.table, Kind(kind), stage, makers, before)
-        loop = made.loop._with_equations([*self._loop.tasks, task])._replace(table=table)
-        return loop, loop._values_of(outputs)
+        grouped = (*self._loop.grouped, (task.closed(), task.key))
+        loop = made.loop._replace(grouped=grouped, table=table)
+        return loop, loop._values_of(new)
 
     def read(self, key: tuple[str, int], new: Value, of: Value) -> "Loop":
         """Lets a task read one value in place of another, which has the same type."""
         task = self._task(key)
         self._check_known([new])
-        old, known, var = self._input(task, of), _inputs(task), self._sent(new)
+        old, var = self._input(task, of), self._sent(new)
         if _type(new.aval) != _type(of.aval):
             raise self._error(
-                f"lets {_key(task)} read {new.aval.str_short()} in place of "
+                f"lets {task.key} read {new.aval.str_short()} in place of "
                 f"{of.aval.str_short()}; convert it by Loop.before."
             )
-        del known[self._sent(of)]
-        same = _jaxprs.Substitution([(old, known.setdefault(var, old))])
-        eqns = list(map(same.rename, task.params["jaxpr"].eqns))
-        outputs = {v: same(own) for v, own in _outputs(task).items()}
-        return self._with(_with_parts(task, known, eqns, outputs))
+        if var is of._var:
+            return self
+        task = task.reading([var])
+        return self._with(task.renamed(old, task.inputs[var]).without(of._var))
 
     def replace(
         self, key: tuple[str, int], values: Sequence[Value], fun: Callable[..., Any]
@@ -271,31 +264,26 @@ class Loop:
         self._check_known(values)
         if not values:
             has = " ".join(str(k) for k in self.tasks if self.gradients(k)) or "no task"
+            raise self._error(f"replaces no value in {task.key}; gradients are added up by {has}.")
+        if stranger := next((v for v in values if v.maker != task.key), None):
             raise self._error(
-                f"replaces no value in {_key(task)}; gradients are added up by {has}."
+                f"replaces in {task.key} a value that {stranger.maker} makes; replace it there."
             )
-        if stranger := next((v for v in values if v.maker != _key(task)), None):
-            raise self._error(
-                f"replaces in {_key(task)} a value that {stranger.maker} makes; replace it there."
-            )
-        made = self._record_in(task, fun, values, [v.aval for v in values])
-        pairs = list(zip(values, made.atoms, strict=True))
-        of = {v._var: new for v, new in pairs if not v._is_gradient}
-        sums = {v._var: new for v, new in pairs if v._is_gradient}
-        inside = task.params["jaxpr"].eqns
-        adding = {id(own.eqn) for own in _additions(task, self._loop) if own.value in sums}
-        added = [e for e in inside if id(e) in adding]
-        late = _jaxprs.descendants(inside, _jaxprs.results_of(added))
-        new = _jaxprs.Substitution(sums.items())
-        first = [e for e in inside if late.isdisjoint(e.outvars)]
-        second = [
-            new.rename(e) if id(e) in adding else e
-            for e in inside
-            if not late.isdisjoint(e.outvars)
-        ]
-        eqns = [*first, *made.eqns, *second]
-        outputs = {v: of.get(v, own) for v, own in _outputs(task).items()}
-        return made.loop._with(_with_parts(task, {**_inputs(task), **made.consts}, eqns, outputs))
+        gradients = {v._var for v in values if v._is_gradient}
+        adding = {id(e) for e, v in task.additions(self._loop) if v in gradients}
+        added = _jaxprs.results_of(e for e in task.eqns if id(e) in adding)
+        late = _jaxprs.descendants(task.eqns, added)
+        first, second = (
+            [e for e in task.eqns if late.isdisjoint(e.outvars) is early] for early in (True, False)
+        )
+        atoms, types = self._atoms(task, values), [v.aval for v in values]
+        task = dataclasses.replace(task, eqns=(*first, *second))
+        made = self._put(task, fun, atoms, types=types, at=len(first))
+        pairs = [(v._var, new) for v, new in zip(values, made.atoms, strict=True)]
+        known = _jaxprs.Substitution(pair for pair in pairs if pair[0] in gradients)
+        eqns = tuple(known.rename(e) if id(e) in adding else e for e in made.task.eqns)
+        outputs = {v: new for v, new in pairs if v not in gradients}
+        return made.loop._with(dataclasses.replace(made.task, eqns=eqns).giving(outputs))
 
     def result(
         self, name: str, key: tuple[str, int], fun: Callable[..., Any], values: Sequence[Value]
@@ -310,12 +298,9 @@ class Loop:
         """
         if name in [result.name for result in self._results]:
             raise self._error(f"adds two results named {name!r}; put the stage in the name.")
-        task = self._task(key)
-        self._check_known(values)
-        made = self._record_in(task, fun, values)
-        new = [Var(atom.aval) for atom in made.atoms]
-        loop = made.loop._with(_extended(task, made, new), new)
-        return dataclasses.replace(loop, _results=(*self._results, _Result(name, made.tree)))
+        loop, new, tree = self._after(key, fun, values)
+        loop = loop._replace(ys=(*loop._loop.ys, *new))
+        return dataclasses.replace(loop, _results=(*self._results, _Result(name, tree)))
 
     def order(self, change: Callable[[tuple[Task, ...]], Iterable[Task]]) -> "Loop":
         """Changes the order of each rank's tasks.
@@ -355,37 +340,36 @@ class Loop:
     def _error(self, what: str) -> ValueError:
         return ValueError(f"{self._who} {what}")
 
-    def _task(self, key: tuple[str, int]) -> Eqn:
-        """The equation of a task."""
+    def _task(self, key: tuple[str, int]) -> OpenTask:
+        """Opens a task."""
         found = next((t for t in self._loop.tasks if _key(t) == tuple(key)), None)
         if found is None:
             name = "".join(map(str, key))
             has = " ".join(map(str, self.tasks))
             raise self._error(f"edits {name}, which the loop does not have; its tasks are {has}.")
-        return found
+        return OpenTask.of(found)
 
-    def _input(self, task: Eqn, value: Value) -> Var:
+    def _input(self, task: OpenTask, value: Value) -> Var:
         """The variable in a task of a value that it reads."""
         self._check_known([value])
-        known = _inputs(task)
-        if value._is_gradient or value._var not in known:
-            makers = " and ".join(str(v.maker) for v in self.values if v._var in known)
+        if value._is_gradient or value._var not in task.inputs:
+            makers = " and ".join(str(v.maker) for v in self.values if v._var in task.inputs)
             raise self._error(
-                f"names a value of {value.maker}, which {_key(task)} does not read; it reads "
+                f"names a value of {value.maker}, which {task.key} does not read; it reads "
                 f"values of {makers or 'no task'}."
             )
-        return known[value._var]
+        return task.inputs[value._var]
 
-    def _atoms(self, task: Eqn, values: Sequence[Value]) -> list[Atom]:
+    def _atoms(self, task: OpenTask, values: Sequence[Value]) -> list[Atom]:
         """The atoms in a task of values that it makes or reads."""
-        known, inside = {**_inputs(task), **_outputs(task)}, task.params["jaxpr"]
-        own = {*inside.jaxpr.invars, *_jaxprs.results_of(inside.eqns)}
+        known = {**task.inputs, **task.outputs}
+        own = {*task.inputs.values(), *_jaxprs.results_of(task.eqns)}
         atoms = []
         for value in values:
             atom = value._var if value._is_gradient else known.get(value._var)
             if atom is None or (value._is_gradient and atom not in own):
                 raise self._error(
-                    f"names a value of {value.maker} at the end of {_key(task)}, which neither "
+                    f"names a value of {value.maker} at the end of {task.key}, which neither "
                     f"makes nor reads it; let it read the value, or take another task."
                 )
             atoms.append(atom)
@@ -404,29 +388,31 @@ class Loop:
             )
         return value._var
 
-    def _record_in(
-        self,
-        task: Eqn,
-        fun: Callable,
-        values: Sequence[Value],
-        types: Sequence[Aval] | None = None,
-    ) -> "_Made":
-        """Traces a function of values at the end of a task."""
-        where = f"at the end of {_key(task)}"
-        return self._record(fun, self._atoms(task, values), where, _inputs(task), types)
+    def _after(
+        self, key: tuple[str, int], fun: Callable, values: Sequence[Value]
+    ) -> tuple["Loop", list[Var], Any]:
+        """Does as `after`; gives the variables of the new values, and the tree that they are in."""
+        task = self._task(key)
+        self._check_known(values)
+        made = self._put(task, fun, self._atoms(task, values))
+        task, new = made.given()
+        return made.loop._with(task), new, made.tree
 
-    def _record(
+    def _put(
         self,
+        task: OpenTask,
         fun: Callable,
         atoms: Sequence[Atom],
-        where: str,
-        inputs: Mapping[Var, Var],
+        where: str = "",
         types: Sequence[Aval] | None = None,
+        at: int | None = None,
     ) -> "_Made":
-        """Traces a function of atoms in a task with some inputs.
+        """Adds what a function does with atoms of a task to its equations.
 
-        If types are given, the results have to be of these.
+        They come before the equation number `at`, by default at the end. If types are given, the
+        results have to be of these.
         """
+        where = where or f"at the end of {task.key}"
         try:
             traced, tree = jax.make_jaxpr(fun, return_shape=True)(*(a.aval for a in atoms))
         except Exception as error:
@@ -449,31 +435,26 @@ class Loop:
             if same is None:
                 consts.append((same := _jaxprs.fresh_var(v), array))
             read.append(same)
-        own = {v: inputs.get(v) or _jaxprs.fresh_var(v) for v in read}
-        eqns, made = _jaxprs.inline_body(jaxpr, [*own.values(), *atoms])
+        task = task.reading(read)
+        eqns, made = _jaxprs.inline_body(jaxpr, [*(task.inputs[v] for v in read), *atoms])
+        at = len(task.eqns) if at is None else at
+        task = dataclasses.replace(task, eqns=(*task.eqns[:at], *eqns, *task.eqns[at:]))
+        new = [v for v, _ in consts[len(self._consts) :]]
         loop = dataclasses.replace(self, _consts=tuple(consts))
-        old, new = self._loop, [v for v, _ in consts[len(self._consts) :]]
-        invars = [*old.consts, *new, *old.carries, *old.xs]
-        body = _compat.make_closed_jaxpr(invars, old.body.jaxpr.outvars, old.tasks)
-        loop = loop._replace(body=body, num_consts=old.num_consts + len(new))
-        return _Made(loop, eqns, made, own, jtu.tree_structure(tree))
+        loop = loop._replace(consts=(*self._loop.consts, *new))
+        return _Made(loop, task, made, jtu.tree_structure(tree))
 
-    def _with(self, task: Eqn, results: Sequence[Var] = ()) -> "Loop":
-        """The loop with another equation of a task, and with further results."""
-        tasks = [task if _key(t) == _key(task) else t for t in self._loop.tasks]
-        return self._with_equations(self._sorted(tasks), results)
-
-    def _with_equations(self, tasks: Sequence[Eqn], results: Sequence[Var] = ()) -> "Loop":
-        jaxpr = self._loop.body.jaxpr
-        outvars = [*jaxpr.outvars, *results]
-        return self._replace(body=_compat.make_closed_jaxpr(jaxpr.invars, outvars, tasks))
+    def _with(self, task: OpenTask) -> "Loop":
+        """The loop with another equation of a task."""
+        tasks = [task.closed() if _key(t) == task.key else t for t in self._loop.tasks]
+        return self._replace(grouped=tuple((t, _key(t)) for t in self._sorted(tasks)))
 
     def _replace(self, **changes: Any) -> "Loop":
         return dataclasses.replace(self, _loop=dataclasses.replace(self._loop, **changes))
 
     def _sorted(self, tasks: Iterable[Eqn]) -> list[Eqn]:
         """Puts tasks in an order in which they can run, and else as they are."""
-        left, order, made = list(tasks), [], {*self._loop.body.jaxpr.invars}
+        left, order, made = list(tasks), [], {*self._loop.inputs}
         while left:
             ready = next((t for t in left if made.issuperset(t.invars)), None)
             if ready is None:
@@ -511,23 +492,20 @@ class Loop:
 
 
 class _Made(NamedTuple):
-    """A recorded function of atoms: its equations, results, and constants that it closes over."""
+    """A function that is put into a task: its results, and the tree that they are in."""
 
     loop: Loop
-    eqns: list[Eqn]
+    task: OpenTask
     atoms: list[Atom]
-    consts: dict[Var, Var]
     tree: Any
 
-
-class _Addition(NamedTuple):
-    """The equation by which a task adds a variable to an accumulator."""
-
-    eqn: Eqn
-    value: Var
+    def given(self) -> tuple[OpenTask, list[Var]]:
+        """Lets the task give the results; also gives their variables in the loop's body."""
+        new = {Var(atom.aval): atom for atom in self.atoms}
+        return self.task.giving(new), list(new)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
@@ -535,53 +513,8 @@ def _key(task: Eqn) -> Key:
     return task.params["key"]
 
 
-def _inputs(task: Eqn) -> dict[Var, Var]:
-    """The variables in a task of those that it reads."""
-    read = _jaxprs.variables(task.invars)
-    return dict(zip(read, task.params["jaxpr"].jaxpr.invars, strict=True))
-
-
-def _outputs(task: Eqn) -> dict[Var, Atom]:
-    """The atoms in a task of the variables that it makes."""
-    return dict(zip(task.outvars, task.params["jaxpr"].jaxpr.outvars, strict=True))
-
-
 def _type(aval: Aval) -> tuple[Any, ...]:
     return aval.shape, aval.dtype, _compat.memory_kind(aval)
-
-
-def _additions(task: Eqn, loop: ScheduledLoop) -> list[_Addition]:
-    """Finds how a task adds to the loop's sums."""
-    eqns, taken, made = task.params["jaxpr"].eqns, _inputs(task), _outputs(task)
-    maker = {v: e for e in eqns for v in e.outvars}
-    sums = dict(zip(loop.carry_outs, zip(loop.carries, loop.folds, strict=True), strict=True))
-    found = []
-    for out, v in made.items():
-        carry, fold = sums.get(out, (out, None))
-        if _jaxprs.is_literal(v) or v not in maker:
-            continue
-        if fold is None or fold.name not in _primitives.ADDS:
-            continue
-        own = _jaxprs.descendants(eqns, [taken[carry]])  # the accumulator, perhaps cast
-        read = _jaxprs.variables(maker[v].invars)
-        found += [_Addition(maker[v], o) for o in read if o not in own]
-    return found
-
-
-def _with_parts(
-    task: Eqn, inputs: Mapping[Var, Var], eqns: Sequence[Eqn], outputs: Mapping[Var, Atom]
-) -> Eqn:
-    """A task with other equations; inputs and outputs are those in it of the loop's variables."""
-    atoms = list(inputs.values()), list(outputs.values())
-    jaxpr = _compat.make_closed_jaxpr(*atoms, eqns, str(_key(task)))
-    return remade(task, jaxpr, inputs, outputs)
-
-
-def _extended(task: Eqn, made: _Made, new: Sequence[Var]) -> Eqn:
-    """A task with further equations at its end, whose results are further outputs."""
-    inputs, eqns = {**_inputs(task), **made.consts}, [*task.params["jaxpr"].eqns, *made.eqns]
-    outputs = {**_outputs(task), **dict(zip(new, made.atoms, strict=True))}
-    return _with_parts(task, inputs, eqns, outputs)
 
 
 def _with_tasks(

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxpp import _compat, _jaxprs
 from jaxpp._definitions import definition_of
 from jaxpp._typing import Eqn, P, R, Var
-from jaxpp.transforms.tasks import _accumulators, _loop
+from jaxpp.transforms.tasks import _loop, _write
 from jaxpp.transforms.tasks._edit import Loop
 
 
@@ -152,22 +152,9 @@ def _bound(eqn: Eqn, loop: Loop) -> tuple[list[Eqn], list[Var]]:
     count = edited.num_directions
     if count == 1 and edited.replicas == 1:
         return eqns, added
-    join = _accumulators.rows_of(edited)
-    if edited.replicas > 1:
-        join = _of_replicas(join)
-    joined = []
+    join, joined = _write.row_by_direction(edited), []
     for n in range(0, len(added), count):
         more, (result,) = _jaxprs.record(join, added[n : n + count], eqn)
         eqns += more
         joined.append(result)
     return eqns, joined
-
-
-def _of_replicas(join: Callable[..., Any]) -> Callable[..., Any]:
-    """Joins the results of directions for each replica, and puts those of replicas in a row."""
-
-    def joined(*results: Any) -> Any:
-        rows = jax.vmap(join)(*results)
-        return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
-
-    return joined

@@ -10,18 +10,19 @@ user's, the cotangent of the result goes back through them in a chain. With the 
 loop, tasks read slices of it, and their microbatches may come in any order.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpp import _compat, _flops, _jaxprs, _primitives
 from jaxpp._typing import Eqn, Var
-from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
+from jaxpp.transforms.tasks._loop import ScheduledLoop
 from jaxpp.transforms.tasks._split_backward import scan_of
 
 # ---- what depends on no microbatch ---------------------------------------------------------------
 
 
-def hoist(loop: MicrobatchLoop) -> MicrobatchLoop:
+def hoist(loop: ScheduledLoop) -> ScheduledLoop:
     """Computes the equations that depend on constants alone, and cost something, before the loop.
 
     Their results are further constants of the loop.
@@ -32,20 +33,20 @@ def hoist(loop: MicrobatchLoop) -> MicrobatchLoop:
     for e in loop.eqns:
         find.note(e)
         out.append(find.is_worth_hoisting(e))
-    rest = loop.with_equations([p for p, o in zip(loop.placed(), out, strict=True) if not o])
+    rest = loop.with_equations(pair for pair, o in zip(loop.grouped, out, strict=True) if not o)
     read = rest.read()
     outputs = [v for e, o in zip(loop.eqns, out, strict=True) if o for v in e.outvars if v in read]
     made = _jaxprs.needed([e for e in loop.eqns if not e.effects], outputs)
     made, known = _merge_equal(made)
     outputs = list(dict.fromkeys(map(known, outputs)))
     hoisted = _jaxprs.part(made, outputs)
-    operands = [loop.operands[v] for v in hoisted.inputs]
+    operands = [loop.outside[v] for v in hoisted.inputs]
     before, results = _jaxprs.inline_body(hoisted.jaxpr, operands)
     return rest.renamed(
-        [(known.rename(e), p) for e, p in rest.placed()],
+        [(known.rename(e), key) for e, key in rest.grouped],
         known,
         consts=(*loop.consts, *outputs),
-        operands={**loop.operands, **dict(zip(outputs, results, strict=True))},
+        outside={**loop.outside, **dict(zip(outputs, results, strict=True))},
         before=(*loop.before, *before),
     )
 
@@ -53,7 +54,7 @@ def hoist(loop: MicrobatchLoop) -> MicrobatchLoop:
 class _Invariance:
     """The variables that change from microbatch to microbatch, and those made of constants."""
 
-    def __init__(self, loop: MicrobatchLoop):
+    def __init__(self, loop: ScheduledLoop):
         self.varying = {*loop.carries, *loop.xs}
         self.constant = set(loop.consts)
 
@@ -72,11 +73,11 @@ class _Invariance:
 class _Opener:
     """Brings equations that depend on constants alone out of the calls and scans of a loop."""
 
-    def __init__(self, loop: MicrobatchLoop):
+    def __init__(self, loop: ScheduledLoop):
         self.loop = loop
         self.find = _Invariance(loop)
 
-    def opened(self) -> MicrobatchLoop:
+    def opened(self) -> ScheduledLoop:
         return self.loop.rewritten(self._open)
 
     def _open(self, eqn: Eqn) -> _jaxprs.Replacement | None:
@@ -163,7 +164,7 @@ def _merge_equal(eqns: Sequence[Eqn]) -> tuple[list[Eqn], _jaxprs.Substitution]:
 # ---- carries that depend on no stage -------------------------------------------------------------
 
 
-def carry_before(loop: MicrobatchLoop) -> MicrobatchLoop:
+def carry_before(loop: ScheduledLoop) -> ScheduledLoop:
     """Makes the carries that depend on no stage slices, computed before the loop.
 
     One that nothing reads but its own next value stays: a sum over microbatches is one.
@@ -188,8 +189,8 @@ def carry_before(loop: MicrobatchLoop) -> MicrobatchLoop:
     run, inputs = scan_of(
         chain, becomes, loop.xs, carries, length=loop.length, reverse=loop.reverse
     )
-    last = [v for c, v in zip(loop.carries, loop.results, strict=False) if c in carries]
-    before = _jaxprs.splice(run, [loop.operands[v] for v in inputs], [*last, *stacked])
+    last = [v for c, v in zip(loop.carries, loop.outvars, strict=False) if c in carries]
+    before = _jaxprs.splice(run, [loop.outside[v] for v in inputs], [*last, *stacked])
     kept = [(v, out) for v, out in pairs if v not in carries]
     keep = _jaxprs.ancestors(loop.eqns, [*(out for _, out in kept), *loop.ys])
     parts = [[] if v in carries else [v] for v in loop.carries]
@@ -197,14 +198,14 @@ def carry_before(loop: MicrobatchLoop) -> MicrobatchLoop:
         parts,
         [None] * len(parts),
         xs=(*loop.xs, *carries),
-        operands={**loop.operands, **dict(zip(carries, stacked, strict=True))},
+        outside={**loop.outside, **dict(zip(carries, stacked, strict=True))},
         before=(*loop.before, *before),
     )
-    placed = [p for p, k in zip(loop.placed(), keep, strict=True) if k]
-    return loop.with_equations(placed, carry_outs=tuple(out for _, out in kept))
+    grouped = itertools.compress(loop.grouped, keep)
+    return loop.with_equations(grouped, carry_outs=tuple(out for _, out in kept))
 
 
-def _free(loop: MicrobatchLoop) -> list[Var]:
+def _free(loop: ScheduledLoop) -> list[Var]:
     """Finds the carries whose next values depend on no stage, effect, or carry that does."""
     effects = _jaxprs.results_of(e for e in loop.eqns if e.effects)
     free, before = list(loop.carries), None

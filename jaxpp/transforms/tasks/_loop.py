@@ -1,23 +1,25 @@
-"""The scheduled loop: a scan whose body is task equations, with the table by which they run.
+"""A loop over microbatches that has a schedule: one record, from the scan that it was to its tasks.
 
-On one device it runs as the scan that it is; `place` runs it as the schedule's table says.
+`schedule` reads it off a scan, changes it pass by pass, and writes it as an equation of `loop_p`,
+whose body is task equations. From the equation others read it again. On one device it runs as the
+scan that it is (`_as_scan`); `place` runs it as the schedule's table says.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
-import numpy as np
-from jax.interpreters import ad, batching, mlir
 
-from jaxpp import _compat, _jaxprs, _specs
+from jaxpp import _compat, _jaxprs
+from jaxpp._groups import as_text
 from jaxpp._typing import Atom, Aval, Eqn, Var
 from jaxpp.schedules import Dependencies, Kind, Table
-from jaxpp.transforms.stages import call_task, is_task_call
+
+# ---- tasks --------------------------------------------------------------------------------------
 
 
 class Key(NamedTuple):
@@ -28,6 +30,16 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}"
+
+
+def in_flow(key: Key) -> tuple[int, int]:
+    """What the tasks of a microbatch are sorted by, so that values flow from each to later ones.
+
+    The forwards come first, up the stages, then the backwards, down the stages, then their second
+    halves.
+    """
+    sweep = {Kind.F: 0, Kind.W: 2}.get(key.kind, 1)
+    return sweep, -key.stage if sweep else key.stage
 
 
 #: A task of a loop's body. Its parameters are its jaxpr, its `Key`, and whether it computes a part
@@ -58,75 +70,116 @@ def remade(
     return make_task(task.params["key"], jaxpr, [*invars], [*outvars], task.params["recomputes"])
 
 
+# ---- the loop -----------------------------------------------------------------------------------
+
+#: The equation of a loop whose body is tasks; its parameters are `ScheduledLoop.params`.
+loop_p = jex.Primitive("pipeline_loop")
+loop_p.multiple_results = True
+
+#: An equation of a body, and its task.
+Grouped = tuple[Eqn, Key | None]
+#: Makes the result of a carry from those of its parts; None for one that stays as it is.
+Join = Callable[..., Any] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class ScheduledLoop:
-    """A scan over microbatches whose body is task equations: the parameters of a `loop_p` equation.
+    """A scan over microbatches with a schedule: its body in groups, and what is around it.
 
-    The inputs of the body are constants, carries and slices; its results are the carries for the
-    next microbatch, and the results of each. What else its variables are is between its tasks.
+    When `schedule` has made it, each equation of the body is a task. A variable that a task makes
+    is read by other tasks, or it is one result of the body. A result that no task makes is a carry
+    that passes through.
 
     Args:
-        body: the tasks of one microbatch, in an order that respects their dependence. A variable
-            that a task makes is read by other tasks, or it is one result of the body. A result that
-            no task makes is a carry that passes through.
-        num_consts: the number of the inputs that are the same for all microbatches.
-        folds: for each carry the primitive that combines it with what each microbatch adds, in any
-            order; None where the order counts.
-        table: which rank runs the tasks, in which order; it splits the backward as the tasks do.
-            Each of its directions has carries and results of its own: the loop has as many of each
-            of the body's, side by side.
+        consts: the body's inputs that are the same for all microbatches.
+        carries: its inputs that are handed from a microbatch to the next: `carry_outs[i]` is what
+            carry i becomes.
+        xs: its inputs that are slices of a microbatch.
+        grouped: its equations, in an order that respects their dependence, each with the `Key` of
+            its task; None if it is outside of all calls of stages, or if each task that reads it
+            repeats it.
+        carry_outs: what the carries become.
+        ys: the results of each microbatch.
+        table: which rank runs the tasks, in which order. Each of its directions has carries and
+            results of its own: the equation has as many of each of the body's, side by side.
         reverse: whether the loop takes the last slices first.
+        folds: for each carry that takes its microbatches in any order, the primitive that combines
+            it with what each adds.
         replicas: their number. Where there are several, all operands but constants, and all
             results, have a first axis with a row for each, which runs by itself.
         is_batched: whether the loop is under `jax.vmap`.
+        recomputing: the stages whose backwards compute a part of the forward again.
+        outside: for each input of the body the atom outside of the loop; none where the loop is an
+            equation, which has them.
+        outvars: the variables outside of the loop that have its results: the last carries, then the
+            stacked `ys`.
+        before: equations that run before the loop.
+        after: equations that run after it.
     """
 
-    body: jex.ClosedJaxpr
-    num_consts: int
-    folds: tuple[jex.Primitive | None, ...]
+    consts: tuple[Var, ...]
+    carries: tuple[Var, ...]
+    xs: tuple[Var, ...]
+    grouped: tuple[Grouped, ...]
+    carry_outs: tuple[Atom, ...]
+    ys: tuple[Atom, ...]
     table: Table
     reverse: bool = False
+    folds: Mapping[Var, jex.Primitive] = dataclasses.field(default_factory=dict)
     replicas: int = 1
     is_batched: bool = False
+    recomputing: frozenset[int] = frozenset()
+    outside: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
+    outvars: tuple[Var, ...] = ()
+    before: tuple[Eqn, ...] = ()
+    after: tuple[Eqn, ...] = ()
+
+    # ---- as an equation -------------------------------------------------------------------------
 
     @classmethod
     def of(cls, eqn: Eqn) -> "ScheduledLoop":
         """Reads the loop of an equation."""
-        return cls(**eqn.params)
+        return cls.of_params(**eqn.params)
+
+    @classmethod
+    def of_params(
+        cls,
+        body: jex.ClosedJaxpr,
+        num_consts: int,
+        folds: Sequence[jex.Primitive | None],
+        **others: Any,
+    ) -> "ScheduledLoop":
+        """Reads the loop of an equation's parameters."""
+        inputs, outputs, num_carry = body.jaxpr.invars, body.jaxpr.outvars, len(folds)
+        carries = tuple(inputs[num_consts:][:num_carry])
+        return cls(
+            tuple(inputs[:num_consts]),
+            carries,
+            tuple(inputs[num_consts + num_carry :]),
+            tuple((task, task.params["key"]) for task in body.eqns),
+            tuple(outputs[:num_carry]),
+            tuple(outputs[num_carry:]),
+            folds={v: fold for v, fold in zip(carries, folds, strict=True) if fold},
+            **others,
+        )
 
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of the loop's equation."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            "body": self.body,
+            "num_consts": self.num_consts,
+            "folds": tuple(map(self.folds.get, self.carries)),
+            "table": self.table,
+            "reverse": self.reverse,
+            "replicas": self.replicas,
+            "is_batched": self.is_batched,
+        }
 
-    @property
-    def tasks(self) -> Sequence[Eqn]:
-        """The equations of the tasks."""
-        return self.body.eqns
-
-    @property
-    def num_carry(self) -> int:
-        return len(self.folds)
-
-    @property
-    def consts(self) -> Sequence[Var]:
-        return self.body.jaxpr.invars[: self.num_consts]
-
-    @property
-    def carries(self) -> Sequence[Var]:
-        return self.body.jaxpr.invars[self.num_consts :][: self.num_carry]
-
-    @property
-    def xs(self) -> Sequence[Var]:
-        return self.body.jaxpr.invars[self.num_consts + self.num_carry :]
-
-    @property
-    def carry_outs(self) -> Sequence[Var]:
-        return self.body.jaxpr.outvars[: self.num_carry]
-
-    @property
-    def ys(self) -> Sequence[Var]:
-        return self.body.jaxpr.outvars[self.num_carry :]
+    @functools.cached_property
+    def body(self) -> jex.ClosedJaxpr:
+        """The body of a microbatch."""
+        return _compat.make_closed_jaxpr(self.inputs, self.outputs, self.eqns)
 
     @functools.cached_property
     def num_directions(self) -> int:
@@ -139,13 +192,140 @@ class ScheduledLoop:
         return [*((v, None) for v in self.consts), *carries, *((v, None) for v in self.xs)]
 
     @property
-    def results(self) -> list[tuple[Var, int]]:
+    def results(self) -> list[tuple[Any, int]]:
         """The variable of each result, and its direction."""
-        return [(v, d) for v in self.body.jaxpr.outvars for d in range(self.num_directions)]
+        return [(v, d) for v in self.outputs for d in range(self.num_directions)]
 
     def stage_number(self, stage: int, direction: int) -> int:
         """The number of a stage in a direction, among those of all directions."""
-        return direction * self.table.num_stages + stage
+        return direction * self.num_stages + stage
+
+    # ---- its body -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def eqns(self) -> list[Eqn]:
+        """The equations of the body."""
+        return [e for e, _ in self.grouped]
+
+    @property
+    def tasks(self) -> list[Eqn]:
+        """The equations of the body, which are tasks."""
+        return self.eqns
+
+    @property
+    def inputs(self) -> tuple[Var, ...]:
+        return (*self.consts, *self.carries, *self.xs)
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The results of the body: variables, or literals before there are tasks."""
+        return (*self.carry_outs, *self.ys)
+
+    @property
+    def num_consts(self) -> int:
+        return len(self.consts)
+
+    @property
+    def num_carry(self) -> int:
+        return len(self.carries)
+
+    @property
+    def num_stages(self) -> int:
+        return self.table.num_stages
+
+    @property
+    def length(self) -> int:
+        """The number of microbatches."""
+        return self.table.num_microbatches
+
+    @property
+    def last_forward(self) -> Key:
+        return Key(Kind.F, self.num_stages - 1)
+
+    def becomes(self) -> dict[Var, Any]:
+        """What each carry becomes."""
+        return dict(zip(self.carries, self.carry_outs, strict=True))
+
+    def read(self) -> set[Var]:
+        """Finds the variables that equations or results read."""
+        return _jaxprs.operands_of(self.eqns, self.outputs)
+
+    def owner(self) -> dict[Var, Key]:
+        """Finds for each variable the task that makes it, if one task does."""
+        return {v: key for e, key in self.grouped if key for v in e.outvars}
+
+    def readers(self) -> dict[Var, set[Key]]:
+        """Finds for each variable the tasks that read it."""
+        readers: dict[Var, set[Key]] = {}
+        for e, key in self.grouped:
+            if key:
+                for v in _jaxprs.variables(e.invars):
+                    readers.setdefault(v, set()).add(key)
+        return readers
+
+    def from_stages(self, more: Iterable[Var]) -> set[Var]:
+        """Finds all that depends on `more`, or on what a stage makes of a microbatch."""
+        varying = _jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
+        staged = [v for e, key in self.grouped if key for v in e.outvars if v in varying]
+        return _jaxprs.descendants(self.eqns, [*staged, *more])
+
+    # ---- changed --------------------------------------------------------------------------------
+
+    def with_equations(self, grouped: Iterable[Grouped], **changes: Any) -> "ScheduledLoop":
+        """Replaces the equations by others."""
+        return dataclasses.replace(self, grouped=tuple(grouped), **changes)
+
+    def renamed(
+        self, grouped: Iterable[Grouped], known: _jaxprs.Substitution, **changes: Any
+    ) -> "ScheduledLoop":
+        """Replaces the equations by others, and its results by what is known of them."""
+        outs, ys = (tuple(map(known, own)) for own in (self.carry_outs, self.ys))
+        return self.with_equations(grouped, carry_outs=outs, ys=ys, **changes)
+
+    def rewritten(self, rule: Callable[[Eqn], _jaxprs.Replacement | None]) -> "ScheduledLoop":
+        """Replaces equations by a rule; what takes the place of one is in its task."""
+        known = _jaxprs.Substitution()
+        grouped = [
+            (e, key) for eqn, key in self.grouped for e in _jaxprs.rewritten([eqn], rule, known)
+        ]
+        return self.renamed(grouped, known)
+
+    def divided(
+        self, parts: Sequence[Sequence[Var]], joins: Sequence[Join], **changes: Any
+    ) -> "ScheduledLoop":
+        """Puts several carries, its `parts`, in the place of each; further parts are of results.
+
+        `joins` has for each the function that makes its result from those of its parts; None where
+        it stays as it is, or where the carry goes and its result is made before the loop.
+        """
+        outvars, after = [], []
+        for old, own, join in zip(self.outvars, parts, joins, strict=False):
+            new = [old] * len(own) if join is None else list(map(_jaxprs.fresh_var, own))
+            after += [] if join is None else _jaxprs.splice(join, new, [old])
+            outvars += new
+        return dataclasses.replace(
+            self,
+            carries=tuple(itertools.chain(*parts[: len(self.carries)])),
+            outvars=(*outvars, *self.outvars[len(parts) :]),
+            after=(*after, *self.after),
+            **changes,
+        )
+
+    def as_text(self) -> str:
+        """Writes the body as a jaxpr, the task in front of each equation, and what is around it."""
+        inputs = {"constants": self.consts, "carries": self.carries, "slices": self.xs}
+        lines = [f"{self.length} microbatches{', the last first' if self.reverse else ''}"]
+        lines += [", ".join(f"{name}: {len(own)}" for name, own in inputs.items())]
+        for where, eqns in (("before", self.before), ("after", self.after)):
+            if eqns:
+                lines += [
+                    f"{where} the loop:",
+                    str(_jaxprs.part(eqns, _jaxprs.results_of(eqns)).jaxpr),
+                ]
+        names = [str(key or "") for _, key in self.grouped]
+        return "\n".join([*lines, "the body:", as_text(self.body, names)])
+
+    # ---- its tasks ------------------------------------------------------------------------------
 
     @functools.cached_property
     def recomputations(self) -> tuple[Eqn, ...]:
@@ -155,7 +335,7 @@ class ScheduledLoop:
         variables that the forwards of their stages make, too.
         """
         stages = {task.stage for task in self.table.tasks if task.kind is Kind.R}
-        forwards = [t for t in self.tasks if t.params["key"].kind is Kind.F]
+        forwards = [t for t, key in self.grouped if key and key.kind is Kind.F]
         again = [_recomputation(self, t) for t in forwards if t.params["key"].stage in stages]
         return tuple(task for task in again if task is not None)
 
@@ -179,6 +359,24 @@ class ScheduledLoop:
             for task in tasks
         }
 
+    @functools.cached_property
+    def ordered(self) -> dict[Key, str]:
+        """The tasks whose microbatches must keep their order, for the sake of a carry.
+
+        Each has the place in the user's code that makes the carry, ` at file:line`.
+        """
+        ordered = {out for v, out in self.becomes().items() if v not in self.folds}
+        found: dict[Key, str] = {}
+        for task in self.tasks:
+            key, jaxpr = task.params["key"], task.params["jaxpr"]
+            maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+            for made, v in zip(task.outvars, jaxpr.jaxpr.outvars, strict=True):
+                if made in ordered:
+                    eqn = None if _jaxprs.is_literal(v) else maker.get(v)
+                    line = "" if eqn is None else _compat.at_source_line(eqn)
+                    found[key] = found.get(key) or line
+        return found
+
 
 def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
     """Makes the `R` of an `F`; None if the stage's other tasks read nothing that it can make again.
@@ -189,7 +387,7 @@ def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
     key, jaxpr = Key(Kind.R, forward.params["key"].stage), forward.params["jaxpr"]
     eqns, inputs = jaxpr.eqns, jaxpr.jaxpr.invars
     source = dict(zip(inputs, forward.invars, strict=True))
-    carries, results = {*loop.carries}, {*loop.body.jaxpr.outvars}
+    carries, results = {*loop.carries}, {*loop.outputs}
     lost = _jaxprs.descendants(eqns, _jaxprs.results_of(e for e in eqns if e.effects))
     stale = _jaxprs.descendants(eqns, [v for v, own in source.items() if own in carries])
     outputs = []
@@ -207,86 +405,9 @@ def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
     return make_task(key, jaxpr, [source[v] for v in inputs], again, forward.params["recomputes"])
 
 
-def run_as_scan(*operands: Any, **params: Any):
-    """Computes the loop's results, microbatch after microbatch, all tasks of each in order.
-
-    Each direction of the table is a scan over its own microbatches. Replicas run one after the
-    other.
-    """
-    loop = ScheduledLoop(**params)
-    consts = operands[: loop.num_consts]
-    if loop.replicas > 1:
-        one = functools.partial(run_as_scan, **{**params, "replicas": 1})
-
-        def replica(_, rows):
-            return None, one(*consts, *rows)
-
-        rows = list(operands[loop.num_consts :])
-        return jax.lax.scan(replica, None, rows, length=loop.replicas)[1]
-    count, length, reverse = loop.num_directions, loop.table.num_microbatches, loop.reverse
-    step = functools.partial(_step, loop, consts)
-    rest = list(operands[loop.num_consts :])
-    carries, xs = rest[: count * loop.num_carry], rest[count * loop.num_carry :]
-    if count == 1:
-        carry, ys = jax.lax.scan(step, carries, xs, length=length, reverse=reverse)
-        return [*carry, *ys]
-    made = []
-    for direction in range(count):
-        own = [i for i, d in enumerate(loop.table.direction_of) if d == direction]
-        at = np.array([length - 1 - i for i in own] if reverse else own, np.int32)
-        start = carries[direction::count]
-        carry, ys = jax.lax.scan(step, start, [x[at] for x in xs], length=len(own))
-        ys = [jnp.zeros_like(y, shape=(length, *y.shape[1:])).at[at].set(y) for y in ys]
-        made.append([*carry, *ys])
-    return [result for own in zip(*made, strict=True) for result in own]
-
-
-def _step(loop: ScheduledLoop, consts, carry, slices):
-    """Runs all tasks of one microbatch in order; gives the new carries, and its results."""
-    values = dict(zip(loop.body.jaxpr.invars, [*consts, *carry, *slices], strict=True))
-    for task in loop.tasks:
-        inputs = [values[v] for v in task.invars]
-        # Else XLA keeps the forward's values, and computes nothing again.
-        if task.params["recomputes"]:
-            inputs = jax.lax.optimization_barrier(_jaxprs.with_cloned_keys(inputs))
-            inputs = _jaxprs.with_cloned_keys(inputs)
-        # The names of these calls outlive differentiation, so that `was_loop` can find the loop.
-        run = functools.partial(_jaxprs.run, task.params["jaxpr"])
-        made = call_task(run, str(task.params["key"]), inputs)
-        values.update(zip(task.outvars, made, strict=True))
-    results = [values[v] for v in loop.body.jaxpr.outvars]
-    return results[: loop.num_carry], results[loop.num_carry :]
-
-
-loop_p = jex.Primitive("pipeline_loop")
-loop_p.multiple_results = True
-
-
-@jax.debug_key_reuse(False)
-def _plain(*avals, **params):
-    return jax.make_jaxpr(lambda *xs: run_as_scan(*xs, **params))(*avals)
-
-
-def _abstract(*avals, **params):
-    loop = ScheduledLoop(**params)
-    if loop.replicas > 1:
-        own = [a if n < loop.num_consts else row_type(a) for n, a in enumerate(avals)]
-        made, effects = _abstract(*own, **{**params, "replicas": 1})
-        return [with_rows(y, loop.replicas) for y in made], effects
-    given = dict(zip(loop.operands, avals, strict=True))
-    became = dict(zip(loop.carry_outs, loop.carries, strict=True))
-    made = []
-    for v, direction in loop.results:
-        if (carry := became.get(v)) is None:
-            made.append(v.aval.update(shape=(loop.table.num_microbatches, *v.aval.shape)))
-        else:
-            aval = given[carry, direction]
-            weak = aval.weak_type and (v is carry or v.aval.weak_type)
-            made.append(aval.update(weak_type=weak))
-    if any(map(_compat.is_split, [*made, *(v.aval for v in loop.ys)])):
-        jaxpr = _plain(*avals, **params)
-        return jaxpr.out_avals, jaxpr.jaxpr.effects
-    return made, loop.body.effects
+def is_loop(eqn) -> bool:
+    """Tells whether an equation is a scheduled loop."""
+    return eqn.primitive is loop_p
 
 
 def row_type(aval: Aval) -> Aval:
@@ -296,135 +417,11 @@ def row_type(aval: Aval) -> Aval:
     return aval.update(shape=aval.shape[1:], sharding=sharding.update(spec=spec))
 
 
-def with_rows(aval: Aval, replicas: int) -> Aval:
+def rows_type(aval: Aval, replicas: int) -> Aval:
     """Returns the type of an array that has a row of a type for each replica."""
     sharding = aval.sharding
     spec = jax.sharding.PartitionSpec(None, *tuple(sharding.spec))
     return aval.update(shape=(replicas, *aval.shape), sharding=sharding.update(spec=spec))
-
-
-loop_p.def_impl(
-    lambda *xs, **params: _jaxprs.run_compiled(functools.partial(run_as_scan, **params), *xs)
-)
-loop_p.def_effectful_abstract_eval(_abstract)
-mlir.register_lowering(
-    loop_p, mlir.lower_fun(jax.debug_key_reuse(False)(run_as_scan), multiple_results=True)
-)
-
-
-def _jvp(primals, tangents, **params):
-    """Differentiates the plain loop: the derivative's tasks are not those of the schedule."""
-    tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
-    run = functools.partial(run_as_scan, **params)
-    if not _compat.writes_jaxpr():  # else `was_loop` has to find the scan
-        run = _jaxprs.compiled(run, *primals)
-    return jax.jvp(run, tuple(primals), tangents)
-
-
-def _batch(axis, args, dims, **params):
-    """Batches the tasks of a loop over an axis, by whose name they may know it.
-
-    The loop keeps its schedule.
-    """
-    loop, size = ScheduledLoop(**params), axis.size
-    operands = [v for v, _ in loop.operands]
-    given = {v for v, d in zip(operands, dims, strict=True) if d is not None}
-    batched = _reached(loop, given, axis.name)
-    if not batched:
-        return loop_p.bind(*args, **params), [None] * len(loop.results)
-    consts, stacked = {*loop.consts}, {*loop.xs, *loop.ys}
-
-    def axis_of(v: Var) -> int:
-        """The axis of the batch: after those of the replicas and of the microbatches."""
-        return (loop.replicas > 1 and v not in consts) + (v in stacked)
-
-    def operand(v: Var, x, dim):
-        if dim is not None:
-            return jnp.moveaxis(x, dim, axis_of(v))
-        # A carry that begins equal for the whole batch may become different.
-        if v not in batched:
-            return x
-        return jnp.moveaxis(jnp.broadcast_to(x, (size, *x.shape)), 0, axis_of(v))
-
-    new = _jaxprs.Substitution(
-        (v, Var(with_rows(v.aval, size))) for v in loop.body.jaxpr.invars if v in batched
-    )
-
-    def batch(task):
-        jaxpr = task.params["jaxpr"]
-        axes, out_axes = (
-            [0 if v in batched else None for v in own] for own in (task.invars, task.outvars)
-        )
-        run = jax.vmap(
-            functools.partial(_jaxprs.run, jaxpr),
-            axes,
-            out_axes,
-            axis_name=axis.name,
-            axis_size=size,
-            spmd_axis_name=axis.spmd_name,
-        )
-        avals = [
-            v.aval if axis is None else _specs.type_of(v.aval, (size, *v.aval.shape))
-            for v, axis in zip(jaxpr.jaxpr.invars, axes, strict=True)
-        ]
-        made = _jaxprs.bind_constants(*_jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
-        outvars = list(map(_jaxprs.fresh_var, made.jaxpr.outvars))
-        new.of.update(zip(task.outvars, outvars, strict=True))
-        return remade(task, made, map(new, task.invars), outvars)
-
-    tasks = list(map(batch, loop.tasks))
-    invars, outvars = map(new, loop.body.jaxpr.invars), map(new, loop.body.jaxpr.outvars)
-    body = _compat.make_closed_jaxpr([*invars], [*outvars], tasks)
-    outputs = loop_p.bind(
-        *map(operand, operands, args, dims), **{**params, "body": body, "is_batched": True}
-    )
-    return outputs, [axis_of(v) if v in batched else None for v, _ in loop.results]
-
-
-def _reached(loop: ScheduledLoop, sources: set[Var], axis_name: Any) -> set[Var]:
-    """Finds all variables that depend on the sources, or an axis, in any microbatch."""
-    reached, before = set(sources), -1
-    while before < len(reached):
-        before = len(reached)
-        for task in loop.tasks:
-            inside = task.params["jaxpr"].jaxpr
-            own = [
-                v for v, given in zip(inside.invars, task.invars, strict=True) if given in reached
-            ]
-            own += _jaxprs.results_of(e for e in inside.eqns if _compat.knows_axis(e, axis_name))
-            made = _jaxprs.descendants(inside.eqns, own)
-            outvars = zip(inside.outvars, task.outvars, strict=True)
-            reached.update(o for v, o in outvars if not _jaxprs.is_literal(v) and v in made)
-        for pair in zip(loop.carries, loop.carry_outs, strict=True):
-            reached.update(pair if not reached.isdisjoint(pair) else ())
-    return reached
-
-
-_compat.checkify_as(loop_p, run_as_scan)
-ad.primitive_jvps[loop_p] = _jvp
-batching.fancy_primitive_batchers[loop_p] = _batch
-
-
-def _flat(eqn) -> jex.ClosedJaxpr:
-    """Returns a loop as scans whose bodies are flat: tasks may share an array of keys."""
-    plain = _plain(*(v.aval for v in eqn.invars), **eqn.params)
-    opened = [
-        _jaxprs.map_jaxprs(e, lambda body: _jaxprs.inline(body, is_task_call)) for e in plain.eqns
-    ]
-    return _compat.with_equations(plain, opened)
-
-
-_compat.use_keys_as(loop_p, _flat)
-
-
-def is_loop(eqn) -> bool:
-    """Tells whether an equation is a scheduled loop."""
-    return eqn.primitive is loop_p
-
-
-def was_loop(eqn) -> bool:
-    """Tells whether an equation was a scheduled loop before it was differentiated."""
-    return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_task_call)
 
 
 def error_inside(who: str, what: str, eqn) -> ValueError:
@@ -470,21 +467,3 @@ def result_stages(eqn) -> list[frozenset[int]]:
     maker = {v: task.params["key"].stage for task in loop.tasks for v in task.outvars}
     numbers = ([loop.stage_number(maker[v], d)] if v in maker else [] for v, d in loop.results)
     return list(map(frozenset, numbers))
-
-
-def ordered_carries(loop: ScheduledLoop) -> dict[Key, str]:
-    """Finds the tasks whose microbatches must keep their order, for the sake of a carry.
-
-    Gives for each the place in the user's code that makes the carry, ` at file:line`.
-    """
-    ordered = {v for v, fold in zip(loop.carry_outs, loop.folds, strict=True) if fold is None}
-    found: dict[Key, str] = {}
-    for task in loop.tasks:
-        key, jaxpr = task.params["key"], task.params["jaxpr"]
-        maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-        for made, v in zip(task.outvars, jaxpr.jaxpr.outvars, strict=True):
-            if made in ordered:
-                eqn = None if _jaxprs.is_literal(v) else maker.get(v)
-                line = "" if eqn is None else _compat.at_source_line(eqn)
-                found[key] = found.get(key) or line
-    return found

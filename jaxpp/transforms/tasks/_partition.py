@@ -8,6 +8,7 @@ task that reads it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -15,13 +16,13 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs, _specs
 from jaxpp._groups import Cluster, Flow, outline
 from jaxpp._typing import Atom, Eqn, Var
-from jaxpp.schedules import Kind, Table
-from jaxpp.transforms.tasks import _accumulators, _hoisting, _loop, _split_backward
-from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
+from jaxpp.schedules import Kind
+from jaxpp.transforms.tasks import _accumulators, _hoisting, _split_backward
+from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow, make_task
 
 
-def partition(loop: MicrobatchLoop, table: Table) -> tuple[_loop.ScheduledLoop, MicrobatchLoop]:
-    """Makes the tasks of a loop that has been through all `PASSES`; also gives the loop of them.
+def partition(loop: ScheduledLoop) -> ScheduledLoop:
+    """Makes the tasks of a loop that has been through all `PASSES`.
 
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
@@ -29,17 +30,18 @@ def partition(loop: MicrobatchLoop, table: Table) -> tuple[_loop.ScheduledLoop, 
     tasks, results = _write(loop)
     known = {*loop.carries, *loop.xs, *(v for task in tasks for v in task.outvars)}
     read = dict.fromkeys(v for task in tasks for v in task.invars if v not in known)
-    loop = dataclasses.replace(loop, consts=tuple(read))
-    invars = [*loop.consts, *loop.carries, *loop.xs]
-    body = _compat.make_closed_jaxpr(invars, results, tasks)
-    folds = tuple(map(loop.folds.get, loop.carries))
-    return _loop.ScheduledLoop(body, len(read), folds, table, loop.reverse), loop
+    return loop.with_equations(
+        ((task, task.params["key"]) for task in tasks),
+        consts=tuple(read),
+        carry_outs=tuple(results[: loop.num_carry]),
+        ys=tuple(results[loop.num_carry :]),
+    )
 
 
 # ---- equations in no task, or in several --------------------------------------------------------
 
 
-def _repeatable(loop: MicrobatchLoop) -> list[bool]:
+def _repeatable(loop: ScheduledLoop) -> list[bool]:
     """Tells for each equation whether each task that reads its results repeats it.
 
     So it is if the equation depends on no microbatch; or if it is in no stage's call, and depends
@@ -48,17 +50,17 @@ def _repeatable(loop: MicrobatchLoop) -> list[bool]:
     varying = _jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
     from_stages = loop.from_stages(loop.carries)
 
-    def is_repeatable(eqn, position) -> bool:
+    def is_repeatable(eqn, key) -> bool:
         if eqn.effects:
             return False
         if not any(v in varying for v in eqn.outvars):
             return True
-        return position is None and not any(v in from_stages for v in eqn.outvars)
+        return key is None and not any(v in from_stages for v in eqn.outvars)
 
-    return [is_repeatable(e, p) for e, p in loop.placed()]
+    return [is_repeatable(e, key) for e, key in loop.grouped]
 
 
-def start_with_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
+def start_with_zeros(loop: ScheduledLoop) -> ScheduledLoop:
     """Puts zeros in place of carries that no microbatch reads: no rank needs their first values.
 
     An example is the average that a BatchNorm gives for evaluation.
@@ -66,60 +68,70 @@ def start_with_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
     read = loop.read()
     unread = [v for v in loop.carries if v not in read]
     eqns, zeros = _jaxprs.record(lambda: [_specs.filled(v.aval, 0) for v in unread], [])
-    operands = {**loop.operands, **dict(zip(unread, zeros, strict=True))}
-    return dataclasses.replace(loop, operands=operands, before=(*loop.before, *eqns))
+    outside = {**loop.outside, **dict(zip(unread, zeros, strict=True))}
+    return dataclasses.replace(loop, outside=outside, before=(*loop.before, *eqns))
 
 
-def keep_constants(loop: MicrobatchLoop) -> MicrobatchLoop:
+def keep_constants(loop: ScheduledLoop) -> ScheduledLoop:
     """Makes the carries that each microbatch hands on unchanged (a random key) constants."""
     read = _jaxprs.operands_of(loop.eqns, loop.ys)
-    pairs = zip(loop.carries, loop.carry_outs, strict=True)
-    kept = [carry for carry, out in pairs if out is carry and carry in read]
+    kept = [carry for carry, out in loop.becomes().items() if out is carry and carry in read]
     known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in kept)
     return loop.with_equations(
-        [(known.rename(e), p) for e, p in loop.placed()],
+        [(known.rename(e), key) for e, key in loop.grouped],
         consts=(*loop.consts, *map(known, kept)),
         ys=tuple(map(known, loop.ys)),
-        operands={**loop.operands, **{known(v): loop.operands[v] for v in kept}},
+        outside={**loop.outside, **{known(v): loop.outside[v] for v in kept}},
     )
 
 
 # ---- the task of an equation --------------------------------------------------------------------
 
 
-def place_glue(loop: MicrobatchLoop) -> MicrobatchLoop:
+def place_glue(loop: ScheduledLoop) -> ScheduledLoop:
     """Gives a task to each equation that is not repeated by each task that reads its results."""
     flow, repeatable = Flow(loop.eqns), _repeatable(loop)
-    position = [None if r else p for p, r in zip(loop.position, repeatable, strict=True)]
+    task_of = [None if r else key for (_, key), r in zip(loop.grouped, repeatable, strict=True)]
+    first, last = (functools.partial(choose, key=in_flow) for choose in (min, max))
 
-    def first_reader(i: int, near: list[int]) -> int | None:
+    def first_reader(i: int, near: list[Key]) -> Key | None:
         """Puts an equation that tasks read into the first of these tasks."""
-        if position[i] is None and not repeatable[i]:
-            position[i] = min(near, default=None)
-        return position[i]
+        if task_of[i] is None and not repeatable[i]:
+            task_of[i] = first(near, default=None)
+        return task_of[i]
 
-    def last_source(i: int, near: list[int]) -> int | None:
+    def last_source(i: int, near: list[Key]) -> Key | None:
         """Puts one whose results only leave the loop into the last task it depends on."""
         if repeatable[i]:
             return None
-        own = position[i]
+        own = task_of[i]
         if own is None:
-            own = position[i] = max(near, default=loop.num_stages - 1)
-        if (latest := max(near, default=own)) > own:
+            own = task_of[i] = last(near, default=None)
+        if own and in_flow(latest := last(near, default=own)) > in_flow(own):
             raise ValueError(
                 f"schedule: the `{loop.eqns[i].primitive.name}`"
-                f"{_compat.at_source_line(loop.eqns[i])} of {loop.task_name(own)} reads a value of "
-                f"{loop.task_name(latest)}, which comes after it: the loop body is not one forward "
+                f"{_compat.at_source_line(loop.eqns[i])} of {_task_text(own)} reads a value of "
+                f"{_task_text(latest)}, which comes after it: the loop body is not one forward "
                 f"and one backward pass over the stages."
             )
         return own
 
-    flow.up({}, first_reader, min)
+    flow.up({}, first_reader, lambda *near: first(near))
     flow.down({}, last_source)
-    return loop.with_equations(zip(loop.eqns, position, strict=True))
+    flow.up({}, first_reader, lambda *near: first(near))  # of what depends on carries alone
+    grouped = [
+        (e, key or (None if r else loop.last_forward))
+        for e, key, r in zip(loop.eqns, task_of, repeatable, strict=True)
+    ]
+    return loop.with_equations(grouped)
 
 
-def keep_carries(loop: MicrobatchLoop) -> MicrobatchLoop:
+def _task_text(key: Key) -> str:
+    """Names a task for an error message; a half of a backward is one."""
+    return f"{'F' if key.kind is Kind.F else 'B'} of stage {key.stage}"
+
+
+def keep_carries(loop: ScheduledLoop) -> ScheduledLoop:
     """Makes the task that writes a carry hand the carry's old value on to later tasks that read it.
 
     By the time they run, the carry may have the value of a later microbatch. An example is a
@@ -127,33 +139,34 @@ def keep_carries(loop: MicrobatchLoop) -> MicrobatchLoop:
     set to a constant, is made by the first task that reads the carry.
     """
     owner, readers = loop.owner(), loop.readers()
-    placed, outs = list(loop.placed()), list(loop.carry_outs)
-    copies: list[tuple[Eqn, int | None]] = []
+    grouped, outs = list(loop.grouped), list(loop.carry_outs)
+    copies: list[Grouped] = []
     #: For each carry that is handed on, the task that writes it, and the copy that others read.
-    kept: dict[Var, tuple[int, Var]] = {}
-    for i, (carry, out) in enumerate(zip(loop.carries, loop.carry_outs, strict=True)):
+    kept: dict[Var, tuple[Key, Var]] = {}
+    for i, (carry, out) in enumerate(loop.becomes().items()):
         reading = readers.get(carry, set())
+        first = min(reading, default=None, key=in_flow)
         writer = None if _jaxprs.is_literal(out) else owner.get(out)
-        if reading and writer is None and out is not carry:
-            writer, outs[i] = min(reading), (made := _jaxprs.fresh_var(carry))
-            placed += [(e, writer) for e in _jaxprs.splice(jnp.copy, [out], [made])]
+        if first and writer is None and out is not carry:
+            writer, outs[i] = first, (made := _jaxprs.fresh_var(carry))
+            grouped += [(e, writer) for e in _jaxprs.splice(jnp.copy, [out], [made])]
         is_last = writer is not None and reading <= {writer} and carry not in loop.ys
-        if writer is None or is_last or min(reading, default=writer) < writer:
+        if writer is None or is_last or (first and in_flow(first) < in_flow(writer)):
             continue
         kept[carry] = writer, _jaxprs.fresh_var(carry)
         copies += [(e, writer) for e in _jaxprs.splice(jnp.copy, [carry], [kept[carry][1]])]
 
-    def read(v, position):
+    def read(v, key):
         writer, before = (None, v) if _jaxprs.is_literal(v) else kept.get(v, (None, v))
-        return v if writer == position else before
+        return v if writer == key else before
 
-    placed = [(e.replace(invars=[read(v, p) for v in e.invars]), p) for e, p in placed]
+    grouped = [(e.replace(invars=[read(v, key) for v in e.invars]), key) for e, key in grouped]
     ys = tuple(read(v, None) for v in loop.ys)
-    return loop.with_equations([*copies, *placed], carry_outs=tuple(outs), ys=ys)
+    return loop.with_equations([*copies, *grouped], carry_outs=tuple(outs), ys=ys)
 
 
 #: The passes that a loop goes through before its tasks are made, in order.
-PASSES: tuple[Callable[[MicrobatchLoop], MicrobatchLoop], ...] = (
+PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     start_with_zeros,
     _accumulators.split_stacked_sums,
     _accumulators.hand_through_zeros,
@@ -170,33 +183,33 @@ PASSES: tuple[Callable[[MicrobatchLoop], MicrobatchLoop], ...] = (
 # ---- tasks as jaxprs ----------------------------------------------------------------------------
 
 
-def _clusters(loop: MicrobatchLoop) -> list[Cluster]:
+def _clusters(loop: ScheduledLoop) -> list[Cluster[Key]]:
     """Makes the tasks as clusters; the last forward also makes the results that no task makes."""
     flow = Flow(loop.eqns, loop.outputs)
-    position = {i: p for i, p in enumerate(loop.position) if p is not None}
+    task_of = {i: key for i, (_, key) in enumerate(loop.grouped) if key}
     results = dict.fromkeys(_jaxprs.variables(loop.outputs))
-    loose = [v for v in results if v in flow.maker and flow.maker[v] not in position]
-    clusters = outline(flow, position, {loop.num_stages - 1: loose})
-    readers: dict[Var, list[int]] = {}
-    for cluster in clusters:
+    loose = [v for v in results if v in flow.maker and flow.maker[v] not in task_of]
+    clusters = outline(flow, task_of, {loop.last_forward: loose})
+    readers: dict[Var, list[Key]] = {}
+    for cluster in sorted(clusters, key=lambda cluster: in_flow(cluster.group)):
         for v in dict.fromkeys(v for e in cluster.eqns for v in _jaxprs.variables(e.invars)):
             readers.setdefault(v, []).append(cluster.group)
-    for carry, out in zip(loop.carries, loop.carry_outs, strict=True):
+    for carry, out in loop.becomes().items():
         reading = readers.get(carry, [])
         maker = flow.maker_of(out)
-        writer = None if maker is None else position.get(maker)
+        writer = None if maker is None else task_of.get(maker)
         if reading and reading != [writer]:
             line = "" if maker is None else _compat.at_source_line(loop.eqns[maker])
             raise ValueError(
                 f"schedule: a value carried from one microbatch to the next is read by "
-                f"{' and '.join(map(loop.task_name, reading))}, but made by "
-                f"{'none of them' if writer is None else loop.task_name(writer)}{line}; only the "
+                f"{' and '.join(map(_task_text, reading))}, but made by "
+                f"{'none of them' if writer is None else _task_text(writer)}{line}; only the "
                 f"task that makes it, and those after it, can read it."
             )
     return clusters
 
 
-def _write(loop: MicrobatchLoop) -> tuple[list[Eqn], list[Atom]]:
+def _write(loop: ScheduledLoop) -> tuple[list[Eqn], list[Atom]]:
     """Makes the equations of the tasks, and the variables of the results of a microbatch."""
     made = set(_jaxprs.results_of(loop.eqns))
     results = list(loop.outputs)
@@ -211,18 +224,17 @@ def _write(loop: MicrobatchLoop) -> tuple[list[Eqn], list[Atom]]:
             loose.append(n)
         else:
             given.setdefault(v, []).append(n)
-    recomputing = {loop.stage(p) for p in loop.recomputing}
 
-    def on_one_device(cluster: Cluster) -> tuple[int, int]:
+    def on_one_device(cluster: Cluster[Key]) -> tuple[tuple[int, int], bool]:
         """The halves of a backward run one after the other."""
-        p = cluster.group
-        return p if p < 2 * loop.num_stages else p - loop.num_stages, p
+        second = cluster.group.kind is Kind.W
+        return in_flow(cluster.group._replace(kind=Kind.I) if second else cluster.group), second
 
     tasks = []
     for cluster in sorted(_clusters(loop), key=on_one_device):
-        key = _loop.Key(loop.kind(cluster.group), loop.stage(cluster.group))
+        key = cluster.group
         numbers = [n for v in [*cluster.wanted, *cluster.left] for n in given[v]]
-        numbers += loose if cluster.group == loop.num_stages - 1 else []
+        numbers += loose if key == loop.last_forward else []
         atoms = [*cluster.sent, *(loop.outputs[n] for n in numbers)]
         kept = _jaxprs.needed(cluster.eqns, atoms)
         if not atoms and not kept:
@@ -231,6 +243,6 @@ def _write(loop: MicrobatchLoop) -> tuple[list[Eqn], list[Atom]]:
         for n in numbers:
             results[n] = _jaxprs.fresh_var(results[n])
         outvars = [*cluster.sent, *(results[n] for n in numbers)]
-        recomputes = key.kind is not Kind.F and key.stage in recomputing
-        tasks.append(_loop.make_task(key, part.jaxpr, part.inputs, outvars, recomputes))
+        recomputes = key.kind is not Kind.F and key.stage in loop.recomputing
+        tasks.append(make_task(key, part.jaxpr, part.inputs, outvars, recomputes))
     return tasks, results

@@ -8,21 +8,18 @@ are one scheduled loop over arrays of rows, of which `place` gives each replica 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Eqn, Var
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
-from jaxpp.transforms.tasks import _accumulators
-from jaxpp.transforms.tasks._loop import ScheduledLoop, loop_p, row_type
-from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
-
-#: Makes the tasks of the loop of a replica, and what is around them.
-TasksOf = Callable[..., tuple[ScheduledLoop, MicrobatchLoop]]
+from jaxpp.transforms.tasks import _write
+from jaxpp.transforms.tasks._loop import ScheduledLoop, is_loop, loop_p
 
 #: How rows are combined number by number, so that it is the same for the parts of an array.
 _ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
@@ -54,131 +51,123 @@ def check_differentiated(eqn: Eqn) -> None:
         )
 
 
-def repeated(x: Any, replicas: int) -> Any:
-    """Gives each replica the same row."""
-    return jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
-
-
-def in_one_row(join: Callable[..., Any], results: Sequence[Any]) -> Any:
-    """Joins the results of directions, whose microbatches of all replicas follow each other."""
-    replicas, length, *rest = results[0].shape
-    return join(*(r.reshape(replicas * length, *rest) for r in results)).reshape(results[0].shape)
-
-
-def schedule_rows(eqn: Eqn, after: Sequence[Eqn], tasks_of: TasksOf) -> list[Eqn]:
+def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]]) -> list[Eqn]:
     """Schedules the loops of replicas.
 
     Args:
         eqn: the scan over them.
         after: equations, among which are those that combine rows of its results.
-        tasks_of: makes the tasks of the loop of one.
+        scheduled: gives the equations of the scheduled loop of one replica.
 
     Returns:
         The equations that make its results, and the results of those equations that add their rows
         up, or take the last: where stages make a result in parts, it is these that are combined.
     """
-    wanted: list[Var] = []
-
-    def run(*operands: Any) -> list[Any]:
-        found = _run_rows(eqn, after, operands, tasks_of)
-        wanted.extend(found)
-        return list(found.values())
-
-    operands = list(eqn.invars)
-    traced = jax.make_jaxpr(run)(*(v.aval for v in operands))
-    eqns, made = _jaxprs.inline_body(traced, operands)
-    return _jaxprs.with_results(eqns, made, wanted)
-
-
-def _run_rows(
-    eqn: Eqn, after: Sequence[Eqn], operands: Sequence[Any], tasks_of: TasksOf
-) -> dict[Var, Any]:
-    """Does as `schedule_rows`, on values; gives those of the results by their variables."""
-    replicas = eqn.params["length"]
     num_consts, num_carry = _compat.scan_parts(eqn)
     body, constants = _jaxprs.without_constants(eqn.params["jaxpr"])
+    literals = map(_jaxprs.literal, constants, (v.aval for v in body.jaxpr.invars))
 
     def holds_calls(e) -> bool:
         return not is_stage_call(e) and _jaxprs.contains(e, is_stage_call)
 
     flat = _jaxprs.inline(body, holds_calls)
-    holds = [n for n, e in enumerate(flat.eqns) if holds_calls(e)]
-    rows = set(flat.jaxpr.invars[len(constants) + num_consts :])
-    varying = _jaxprs.descendants(flat.eqns, rows)
-    assert len(holds) == 1 and not num_carry, "a replica runs one loop"
-    assert not _whole_operands(flat.eqns[holds[0]]) & varying, "constants are those of all replicas"
-    values = dict(zip(flat.jaxpr.invars, [*constants, *operands], strict=True))
-    before, loop, rest = flat.eqns[: holds[0]], flat.eqns[holds[0]], flat.eqns[holds[0] + 1 :]
-    _run(before, values, varying)
-    results, finish = _run_loop(loop, values, tasks_of, replicas)
-    values.update(zip(loop.outvars, jax.vmap(finish)(results), strict=True))
-    _run(rest, values, varying)
-    outs = [
-        values[v] if v in varying else repeated(_jaxprs.read([v], values)[0], replicas)
-        for v in flat.jaxpr.outvars
-    ]
-    found = dict(zip(eqn.outvars, outs, strict=True))
-    made = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
-    finished = jax.make_jaxpr(finish)([row_type(jax.typeof(x)) for x in results])
-    known = dict(zip(finished.jaxpr.invars, results, strict=True))
-    wanted = dict(zip(loop.outvars, finished.jaxpr.outvars, strict=True))
+    (loop,) = filter(holds_calls, flat.eqns)
+    assert not num_carry, "a replica runs one loop"
+    of_loop = scheduled(loop, join_rows=_write.first_of)
+    known = zip(flat.jaxpr.invars, [*literals, *eqn.invars], strict=True)
+    rows = _Rows(eqn.params["length"], known, flat.jaxpr.invars[len(constants) + num_consts :])
+    rows.add([e for own in flat.eqns for e in (of_loop if own is loop else [own])])
+    results = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
+    made = {v: rows.of(result) for v, result in results.items()}
     for merge in after:
-        how = merge_of_call(merge)
-        if how not in _ROW_BY_ROW:
-            continue
-        result = wanted.get(made.get(_jaxprs.variables(merge.invars)[0]))
-        needed = [] if result is None else _jaxprs.needed(finished.eqns, [result])
-        if result is not None and all(e.primitive.name in _LINEAR for e in needed):
-            part = _jaxprs.part(needed, [result])
-            rows = [call_merge(_ROW_BY_ROW[how], how, (known[v],)) for v in part.inputs]
-            found |= zip(merge.outvars, _jaxprs.run(part.jaxpr, *rows), strict=True)
-    return found
+        if (how := merge_of_call(merge)) in _ROW_BY_ROW:
+            result: Any = results.get(_jaxprs.variables(merge.invars)[0])
+            if result in loop.outvars and (part := _linear(of_loop, result)):
+                combine = functools.partial(_combined, part.jaxpr, how)
+                made |= zip(merge.outvars, rows.record(combine, part.inputs), strict=True)
+    return _jaxprs.with_results(rows.eqns, list(made.values()), list(made))
 
 
-def _run_loop(
-    eqn: Eqn, known: Mapping[Var, Any], tasks_of: TasksOf, replicas: int
-) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Runs the loops of all replicas as one; slices have a row for each.
+def _linear(of_loop: Sequence[Eqn], result: Atom) -> _jaxprs.Part | None:
+    """What makes a result of those of the scheduled loop, if it can as well of combined rows."""
+    (at,) = (n for n, e in enumerate(of_loop) if is_loop(e))
+    needed = _jaxprs.needed(of_loop[at + 1 :], [result])
+    linear = all(e.primitive.name in _LINEAR for e in needed)
+    return _jaxprs.part(needed, [result]) if linear else None
 
-    Also gives the function that makes of a row of the results those of the loop as it was traced.
+
+def _combined(jaxpr: jex.ClosedJaxpr, how: str, *rows: Any) -> list[Any]:
+    """Combines rows of the results of a scheduled loop, then makes of these one result."""
+    return _jaxprs.run(jaxpr, *(call_merge(_ROW_BY_ROW[how], how, (x,)) for x in rows))
+
+
+class _Rows:
+    """Equations of one replica, written for all: `eqns`.
+
+    Args:
+        replicas: their number.
+        known: the variables of one that are there, with the atoms outside.
+        varying: those of them that have a row for each replica.
     """
-    scheduled, loop = tasks_of(eqn, join_rows=_accumulators.first_of)
-    scheduled = dataclasses.replace(scheduled, replicas=replicas)
-    values = dict(known)
-    _jaxprs.run_equations(loop.before, values)
-    operands = _jaxprs.read(loop.inputs, values)
-    first = len(loop.consts)
-    own = [v.aval.ndim for v in loop.carries] + [v.aval.ndim + 1 for v in loop.xs]
-    rows = [
-        x if jnp.ndim(x) > ndim else repeated(x, replicas)
-        for x, ndim in zip(operands[first:], own, strict=True)
-    ]
-    results = loop_p.bind(*operands[:first], *rows, **scheduled.params)
-    count = scheduled.num_directions
-    if count > 1:
-        join = _accumulators.rows_of(scheduled, replicas)
-        for n in range(count * scheduled.num_carry, len(results), count):
-            results[n : n + count] = [in_one_row(join, results[n : n + count])] * count
 
-    def finish(results: Sequence[Any]) -> list[Any]:
-        finished = values | dict(zip(loop.results, results, strict=True))
-        _jaxprs.run_equations(loop.after, finished)
-        return _jaxprs.read(eqn.outvars, finished)
+    def __init__(self, replicas: int, known: Iterable[tuple[Var, Atom]], varying: Iterable[Var]):
+        self.replicas = replicas
+        self.eqns: list[Eqn] = []
+        self._known = _jaxprs.Substitution(known)
+        self._varying = set(varying)
 
-    return results, finish
+    def of(self, atom: Atom) -> Atom:
+        """Returns the rows of an atom; each has the same, where none has its own."""
+        if not _jaxprs.is_literal(atom) and atom in self._varying:
+            return self._known(atom)
+        shape = self.replicas, *atom.aval.shape
+        (rows,) = self.record(lambda x: [jnp.broadcast_to(x, shape)], [atom])
+        return rows
+
+    def record(self, fun: Callable[..., Any], atoms: Sequence[Atom]) -> list[Atom]:
+        """Adds what a function does with rows of some atoms, or with these as they are."""
+        operands = list(map(self._known, atoms))
+        traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
+        eqns, results = _jaxprs.inline_body(traced, operands)
+        self.eqns += eqns
+        return results
+
+    def add(self, eqns: Sequence[Eqn]) -> None:
+        """Adds equations: those that depend on a row are for all rows, a scheduled loop as one."""
+        self._varying |= _jaxprs.descendants(eqns, self._varying)
+
+        def kind(e: Eqn) -> tuple[bool, bool]:
+            return is_loop(e), not self._varying.isdisjoint(e.outvars)
+
+        for (scheduled, depends), group in itertools.groupby(eqns, kind):
+            part = _jaxprs.part(own := list(group), _jaxprs.results_of(own))
+            if scheduled:
+                results = self._loop(*own)
+            elif depends:
+                axes = [0 if v in self._varying else None for v in part.inputs]
+                results = self.record(
+                    jax.vmap(functools.partial(_jaxprs.run, part.jaxpr), axes), part.inputs
+                )
+            else:
+                results = self.record(functools.partial(_jaxprs.run, part.jaxpr), part.inputs)
+            self._known.of.update(zip(_jaxprs.results_of(own), results, strict=True))
+
+    def _loop(self, eqn: Eqn) -> list[Atom]:
+        """Adds a scheduled loop; its constants are those of all replicas."""
+        first = eqn.params["num_consts"]
+        consts, others = eqn.invars[:first], eqn.invars[first:]
+        assert self._varying.isdisjoint(_jaxprs.variables(consts)), "all replicas have them"
+        operands = [*map(self._known, consts), *map(self.of, others)]
+        loop = dataclasses.replace(ScheduledLoop.of(eqn), replicas=self.replicas)
+        eqns, results = _jaxprs.record(functools.partial(loop_p.bind, **loop.params), operands, eqn)
+        self.eqns += eqns
+        join, count = _write.row_by_direction(loop), loop.num_directions
+        for n in range(count * loop.num_carry, len(results), count) if count > 1 else ():
+            joined = self.record(functools.partial(_joined, join), results[n : n + count])
+            results[n : n + count] = joined * count
+        return results
 
 
-def _whole_operands(loop: Eqn) -> set[Var]:
-    """The variables that a loop reads as constants, or begins with."""
-    return set(_jaxprs.variables(loop.invars[: sum(_compat.scan_parts(loop))]))
-
-
-def _run(eqns: Sequence[Eqn], values: dict[Var, Any], varying: set[Var]) -> None:
-    """Runs equations of one replica: for all rows where they depend on one, else once."""
-    for depends, group in itertools.groupby(eqns, lambda e: not varying.isdisjoint(e.outvars)):
-        made = _jaxprs.results_of(own := list(group))
-        part = _jaxprs.part(own, made)
-        run = functools.partial(_jaxprs.run, part.jaxpr)
-        if depends:
-            run = jax.vmap(run, [0 if v in varying else None for v in part.inputs])
-        values.update(zip(made, run(*(values[v] for v in part.inputs)), strict=True))
+def _joined(join: Callable[..., Any], *results: Any) -> list[Any]:
+    """Joins results of directions, whose microbatches of all replicas follow each other."""
+    return [join(*results).reshape(results[0].shape)]

@@ -14,9 +14,10 @@ from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import _accumulators, _loop, _replicas
-from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop, read_loop
+from jaxpp.transforms.tasks import _loop, _replicas, _write
+from jaxpp.transforms.tasks._loop import ScheduledLoop
 from jaxpp.transforms.tasks._partition import PASSES, partition
+from jaxpp.transforms.tasks._read import read_loop
 
 
 def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> "Scheduled[P, R]":
@@ -112,7 +113,7 @@ class Scheduled(Generic[P, R]):
         traced = _jaxprs.trace(self._fun, args, kwargs)
         texts: dict[str, str] = {}
 
-        def note(number: int, name: str, loop: MicrobatchLoop) -> None:
+        def note(number: int, name: str, loop: ScheduledLoop) -> None:
             texts[f"{name} (loop {number})"] = loop.as_text()
 
         with jax.debug_key_reuse(False):
@@ -192,7 +193,7 @@ def _run(jaxpr: jex.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 def _scheduled(
     jaxpr: jex.ClosedJaxpr,
     schedule: Any,
-    note: Callable[[int, str, MicrobatchLoop], None] = lambda number, name, loop: None,
+    note: Callable[[int, str, ScheduledLoop], None] = lambda number, name, loop: None,
 ) -> jex.ClosedJaxpr:
     """Puts scheduled loops in place of the microbatch loops of a program.
 
@@ -213,39 +214,30 @@ def _scheduled(
             return None if made.isdisjoint(eqn.outvars) else ([], eqn.outvars)
         own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
         noted = functools.partial(note, next(numbers))
-        tasks_of = functools.partial(_tasks_of, schedule=own, note=noted)
-        if _replicas.is_replicas(eqn):
-            rows = _replicas.schedule_rows(eqn, flat.eqns, tasks_of)
-            made.update(_jaxprs.results_of(rows))
-            return rows, eqn.outvars
-        return _loop_equations(eqn, *tasks_of(eqn)), eqn.outvars
+        scheduled = functools.partial(_loop_equations, schedule=own, note=noted)
+        if not _replicas.is_replicas(eqn):
+            return scheduled(eqn), eqn.outvars
+        rows = _replicas.of_rows(eqn, flat.eqns, scheduled)
+        made.update(_jaxprs.results_of(rows))
+        return rows, eqn.outvars
 
     return _jaxprs.rewrite(flat, rule)
 
 
-def _tasks_of(
-    eqn: Eqn, schedule: Any, note: Callable[[str, MicrobatchLoop], None], join_rows: Any = None
-) -> tuple[_loop.ScheduledLoop, MicrobatchLoop]:
-    """Makes the tasks of a microbatch loop; also gives what is around them."""
-    table = _table(schedule, eqn)
-    loop = read_loop(eqn, table.splits_backward)
+def _loop_equations(
+    eqn: Eqn, schedule: Any, note: Callable[[str, ScheduledLoop], None], join_rows: Any = None
+) -> list[Eqn]:
+    """Makes the equations in place of a microbatch loop: the scheduled one, and those around it."""
+    loop = read_loop(eqn, _table(schedule, eqn))
     note("traced", loop)
     for run in PASSES:
         loop = run(loop)
         note(run.__name__, loop)
-    scheduled, loop = partition(loop, table)
-    check(repr(schedule), scheduled)
-    return scheduled, _accumulators.separate_directions(loop, scheduled, join_rows)
-
-
-def _loop_equations(eqn: Eqn, scheduled: _loop.ScheduledLoop, loop: MicrobatchLoop) -> list[Eqn]:
-    """The equations in place of a microbatch loop: the scheduled one, and those around it."""
-    bind = functools.partial(_loop.loop_p.bind, **scheduled.params)
     # JAX keeps few frames of a call: a line of the scan is one of jaxpp, a stage's is the user's.
-    first = next((e for e, p in loop.placed() if p is not None and _compat.source_line(e)), eqn)
-    eqn = _compat.at_line_of(eqn, first)
-    middle = _jaxprs.splice(bind, loop.inputs, loop.results, eqn)
-    return [*loop.before, *middle, *loop.after]
+    first = next((e for e, key in loop.grouped if key and _compat.source_line(e)), eqn)
+    loop = partition(loop)
+    check(repr(schedule), loop)
+    return _write.write(loop, _compat.at_line_of(eqn, first), join_rows)
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
@@ -282,7 +274,7 @@ def _differentiates(task: Eqn) -> bool:
     return _jaxprs.contains(task, lambda e: "transpose" in _compat.scope_names(e))
 
 
-def check(schedule: str, loop: _loop.ScheduledLoop) -> None:
+def check(schedule: str, loop: ScheduledLoop) -> None:
     """Checks the table of a loop, which a schedule gave, against the tasks that were traced."""
     table = loop.table
     backward = any(t.params["key"].kind in (Kind.B, Kind.I, Kind.W) for t in loop.tasks)
@@ -304,7 +296,7 @@ def check(schedule: str, loop: _loop.ScheduledLoop) -> None:
             f"for training, e.g. OneFOneB()."
         )
     schedules.check(table, dependencies=loop.dependencies)
-    ordered = _loop.ordered_carries(loop)
+    ordered = loop.ordered
     for rank in table.ranks:
         last: dict[_loop.Key, int] = {}
         for task in rank:

@@ -17,28 +17,30 @@ import jax.extend.core as jex
 
 from jaxpp import _compat, _flops, _jaxprs
 from jaxpp._typing import Atom, Eqn, Var
-from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
+from jaxpp.schedules import Kind
+from jaxpp.transforms.tasks._loop import Grouped, ScheduledLoop, in_flow
 
 
-def split_backwards(loop: MicrobatchLoop) -> MicrobatchLoop:
-    """Gives the second half of each backward a position of its own, if the schedule has those.
+def split_backwards(loop: ScheduledLoop) -> ScheduledLoop:
+    """Gives the second half of each backward a task of its own, if the schedule has those.
 
     The first half also makes the carries that it reads: its next microbatch may come before this
     one's second half.
     """
-    if not loop.splits_backward:
+    if not loop.table.splits_backward:
         return loop
-    num_stages, opened = loop.num_stages, []
-    for eqn, position in loop.placed():
-        backward = position is not None and position >= num_stages
-        opened += [(e, position) for e in (inline_all([eqn]) if backward else [eqn])]
+    opened: list[Grouped] = []
+    for eqn, key in loop.grouped:
+        backward = key is not None and key.kind is Kind.I
+        opened += [(e, key) for e in (inline_all([eqn]) if backward else [eqn])]
     loop = loop.with_equations(opened)
-    readers, becomes = loop.readers(), dict(zip(loop.carries, loop.carry_outs, strict=True))
-    placed = [[pair] for pair in opened]
-    for position in range(num_stages, 2 * num_stages):
-        numbers = [i for i, (_, p) in enumerate(opened) if p == position]
+    readers, becomes = loop.readers(), loop.becomes()
+    grouped = [[pair] for pair in opened]
+    backwards = {key for _, key in opened if key is not None and key.kind is Kind.I}
+    for key in sorted(backwards, key=in_flow):
+        numbers = [i for i, (_, other) in enumerate(opened) if other == key]
         own = [opened[i][0] for i in numbers]
-        wanted = [v for e in own for v in e.outvars if readers.get(v, set()) - {position}]
+        wanted = [v for e in own for v in e.outvars if readers.get(v, set()) - {key}]
         made = set(_jaxprs.results_of(own))
         while True:
             halves = _halves(own, wanted)
@@ -49,17 +51,18 @@ def split_backwards(loop: MicrobatchLoop) -> MicrobatchLoop:
             if not more:
                 break
             wanted += more
+        second = key._replace(kind=Kind.W)
         for i, each in zip(numbers, halves, strict=True):
-            placed[i] = [(e, position + num_stages * late) for e, late in each]
-    return _without_constants(loop.with_equations(itertools.chain(*placed)))
+            grouped[i] = [(e, second if late else key) for e, late in each]
+    return _without_constants(loop.with_equations(itertools.chain(*grouped)))
 
 
-def _without_constants(loop: MicrobatchLoop) -> MicrobatchLoop:
+def _without_constants(loop: ScheduledLoop) -> ScheduledLoop:
     """Lets each task repeat what depends on no microbatch: what costs something is hoisted."""
     varying = _jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
     return loop.with_equations(
-        (e, p if e.effects or any(v in varying for v in e.outvars) else None)
-        for e, p in loop.placed()
+        (e, key if e.effects or any(v in varying for v in e.outvars) else None)
+        for e, key in loop.grouped
     )
 
 

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from jaxpp.transforms.initialize import _initialize
 
 AXES = ("mpmd", "data", "model")
 MESHES = [(2, 1, 1), (2, 2, 1), (2, 1, 2)]
@@ -83,22 +82,3 @@ def test_each_array_is_made_in_its_shards_to_the_same_bits(expected, shape):
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want), err_msg=name)
         sharding = compiled.input_shardings[0][name]
         assert got[name].sharding.is_equivalent_to(sharding, want.ndim), name
-
-
-def test_nothing_is_made_whole_that_need_not_be():
-    def simple(key):
-        return {
-            n: x for n, x in make(key).items() if n not in ("whole", "divided", "product", "source")
-        }
-
-    compiled = compiled_step((2, 2, 2), simple)
-    bundle = _initialize.lower_initializer(
-        _initialize.trace_initializer(simple, (jax.random.key(0),)), compiled.bundle, ["key"]
-    )
-    whole = [
-        computation.name
-        for computation in bundle.computations
-        for v, spec in zip(computation.jaxpr.jaxpr.outvars, computation.out_specs, strict=True)
-        if v.aval.shape == (WIDTH, WIDTH) and not any(spec)
-    ]
-    assert sorted(whole) == ["initialize__normal", "initialize_times_its_sum"]  # of "summed"

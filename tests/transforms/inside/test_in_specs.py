@@ -5,12 +5,10 @@ import warnings
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -336,25 +334,3 @@ def test_a_jit_inside_the_step_that_names_devices_is_refused(given):
 
     with pytest.raises(ValueError, match=r"the `jit` at .*test_in_specs.* over a mesh of its own"):
         two_layers.place(two_layers.scheduled(loss))(two_layers.WEIGHTS, two_layers.X)
-
-
-# ---- what nothing is known of --------------------------------------------------------------------
-
-mystery_p = jex.Primitive("mystery")
-mystery_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(mystery_p, mlir.lower_fun(jnp.sin, multiple_results=False))
-
-
-@pytest.mark.more
-def test_an_unknown_primitive_that_makes_an_array_whole_is_named():
-    def constrain(h):
-        return h + mystery_p.bind(jax.lax.stop_gradient(h))
-
-    def text(constrain, shape):
-        return place(make_step(constrain=constrain), shape).lower(*ARGS).as_text()
-
-    lines = text(constrain, (2, 2, 1)).splitlines()
-    named = [s for s in lines if re.search(r"whole by `mystery` at .*test_in_specs.py:\d+$", s)]
-    assert {s.split()[1][:2] for s in named} == {"F0", "F1"}, named
-    assert "whole" not in text(constrain, (2, 1, 1)), "nothing is split"
-    assert "whole" not in text(keep, (2, 2, 2))

@@ -14,7 +14,7 @@ import pytest
 import jaxpp
 from jaxpp import _compat, _jaxprs
 from jaxpp.runtime import StackedArray
-from jaxpp.transforms.stacked import Classes, Splitter
+from jaxpp.transforms.stacked import Classes, in_parts, part_vars
 from tests.helpers import mesh_of
 from tests.transforms import two_layers
 
@@ -244,6 +244,75 @@ def test_optimizers_run_slice_by_slice(optimizer):
     check(loss_of((0, 2, 6)), optimizer, rtol=1e-5)
 
 
+def newton_schulz(g):
+    return 1.5 * g - 0.5 * g @ g.T @ g
+
+
+def unit(g):
+    return g / jnp.linalg.norm(g)
+
+
+def iterated(g):
+    return jax.lax.fori_loop(0, 5, lambda _, g: newton_schulz(g), unit(g))
+
+
+def with_coefficients(g):
+    coefficients = jnp.array([[1.5, -0.5], [1.4, -0.4], [1.3, -0.3]])
+    return jax.lax.scan(lambda g, c: (c[0] * g + c[1] * g @ g.T @ g, None), unit(g), coefficients)[
+        0
+    ]
+
+
+def converged(g):
+    def is_far(carry):
+        return (carry[0] < 40) & (jnp.max(jnp.abs(newton_schulz(carry[1]) - carry[1])) > 1e-3)
+
+    return jax.lax.while_loop(is_far, lambda c: (c[0] + 1, newton_schulz(c[1])), (0, unit(g)))[1]
+
+
+def whitened(g):
+    values, vectors = jnp.linalg.eigh(g @ g.T + 1e-3 * jnp.eye(len(g)))
+    return vectors @ jnp.diag(values**-0.5) @ vectors.T @ g
+
+
+def solved(g):
+    return jnp.linalg.solve(g @ g.T + jnp.eye(len(g)), g)
+
+
+def largest_of_each_row(g):
+    order = jnp.argsort(jnp.abs(g), axis=1)
+    return g.at[:, 0].set(jnp.take_along_axis(g, order, axis=1)[:, -1])
+
+
+def of_one_layer(precondition):
+    """An optimizer that treats each layer's matrix apart, all of them at once."""
+
+    def update(updates, params):
+        w = jax.vmap(precondition)(updates["layers"]["w"])
+        return {**updates, "layers": {**updates["layers"], "w": w}}
+
+    return optax.chain(optax.trace(0.9), optax.stateless(update), optax.sgd(0.05))
+
+
+@pytest.mark.parametrize(
+    "precondition",
+    [iterated, with_coefficients, converged, whitened, solved, largest_of_each_row],
+    ids=lambda fun: fun.__name__,
+)
+def test_a_matrix_optimizer_runs_on_the_rank_of_each_layer(precondition):
+    optimizer, params = of_one_layer(precondition), init()
+    step = step_of(scheduled(loss_of((0, 2, 6))), optimizer)
+    placed = jaxpp.place(step, mesh_of(2))
+    got = train(placed, params, optimizer)
+    shared = train(jaxpp.place(step, mesh_of(2, shared=True)), params, optimizer)
+    want = train(jax.jit(step_of(value_and_grad(loss_of((0, 2, 6))), optimizer)), params, optimizer)
+    chex.assert_trees_all_equal(as_numpy(got), as_numpy(shared))
+    chex.assert_trees_all_close(as_numpy(got), as_numpy(want), rtol=1e-4, atol=1e-5)
+    assert set(sent(placed)) <= {"edge", "scalar"}
+    jaxpp.testing.assert_no_transfers_of(placed, params)
+    jaxpp.certify(placed, params, optimizer.init(params), batch(0))
+
+
 @pytest.mark.more
 def test_metrics_of_layers_and_of_all_layers():
     def metrics(params, grads):
@@ -422,6 +491,26 @@ def keys(n):
         (lambda x: jax.vmap(lambda k: jax.random.bits(k, (4, 3)))(keys(5)) * x, True),
         (lambda x: jax.lax.scan(lambda c, r: (c + r, c), x[0] * 0, x)[1], True),
         (lambda x: jax.lax.scan(lambda c, r: (c * r, c), x[0], x, reverse=True)[1], True),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x * i + x[:, :1], x), True),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x + jnp.sum(x, 0), x), None),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x[::-1] + i, x), None),
+        (
+            lambda x: jax.vmap(
+                lambda r: jax.lax.while_loop(lambda r: jnp.sum(r) < 9, lambda r: r + 0.5, r)
+            )(x),
+            True,
+        ),
+        (lambda x: jax.lax.fori_loop(0, jnp.argmax(x), lambda i, x: x * 0.9, x), None),
+        (lambda x: jnp.fft.fft(x).real, True),
+        (lambda x: jax.lax.top_k(x, 2)[0], True),
+        (lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1), axis=1), True),
+        (lambda x: x[:, jnp.array([2, 0])], True),
+        (lambda x: x[jnp.array([2, 0])], None),
+        (lambda x: x.at[:, 1].set(0.0), True),
+        (lambda x: x.at[1].set(0.0), None),
+        (lambda x: jax.lax.dynamic_slice(x, (0, jnp.argmax(x[0, 0]), 0), (5, 2, 3)), True),
+        (lambda x: jax.lax.dynamic_update_slice(x, x[:, :1], (0, jnp.argmax(x[0, 0]), 0)), True),
+        (lambda x: jnp.linalg.svd(x, compute_uv=False), True),
         (lambda x: jnp.sum(x**2), False),
         (lambda x: (jnp.max(x), jnp.min(x, axis=0), jnp.prod(x), jnp.all(x > 0)), False),
         (lambda x: jnp.einsum("lij,lij->", x, x), False),
@@ -443,18 +532,18 @@ def test_an_equation_gives_part_by_part_what_it_gives_as_a_whole(fun, pieces):
     classes = Classes(jaxpr.eqns)
     variables = [arg, *(v for e in jaxpr.eqns for v in e.outvars)]
     cut = {v: bounds for v in variables if classes.of(v) is classes.of(arg)}
-    splitter = Splitter(cut, [arg])
-    splitter.rewrite(jaxpr.eqns)
+    given = part_vars(arg, bounds)
+    slicer = in_parts(jaxpr.eqns, cut, {arg: given})
     outs, joined = [], []
     for v in jaxpr.jaxpr.outvars:
-        parts = splitter.outputs([v], [cut.get(v)])
+        parts = slicer.outputs([v], [cut.get(v)])
         outs.extend(parts)
         joined.append(len(parts))
-    assert (pieces is None) == bool(splitter.gathered)
+    assert (pieces is None) == bool(slicer.gathered)
     if pieces is not None:
         assert all(n == (2 if pieces else 1) for n in joined)
-    invars = [*jaxpr.jaxpr.invars[:-1], *splitter.inputs[0]]
-    split = _compat.make_closed_jaxpr(invars, outs, [e for e, _ in splitter.eqns])
+    invars = [*jaxpr.jaxpr.invars[:-1], *given]
+    split = _compat.make_closed_jaxpr(invars, outs, slicer.eqns)
     values = iter(jax.jit(lambda *xs: _jaxprs.run(split, *xs))(*consts, x[:2], x[2:]))
     got = [
         np.concatenate([next(values) for _ in range(n)]) if n > 1 else next(values) for n in joined

@@ -1,0 +1,250 @@
+"""Builds the tasks of a scheduled loop: what each makes and reads of each microbatch."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from jaxpp import _compat, _jaxprs, schedules
+from jaxpp._typing import Aval, Eqn, Literal, Var
+from jaxpp.schedules import Kind, Table, Task
+from jaxpp.transforms.graph import Body, GraphTask, Value
+from jaxpp.transforms.place._loop_bodies import Arrays, computation, lifted
+from jaxpp.transforms.place._values import Values, operands_of
+from jaxpp.transforms.tasks import ScheduledLoop, row_type, rows_type
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoopBody:
+    """The body of a loop's task, with what it takes after the inputs of the task."""
+
+    body: Body
+    constants: tuple[Value, ...]
+    is_indexed: bool
+
+
+class LoopTasks:
+    """The tasks of a loop; it knows values by their variables in the loop's body.
+
+    `shared` has, for each direction, the operands that all microbatches read, and the current
+    values of accumulators; `sent` what a task of a microbatch hands to others; and `own` what a
+    stage makes again of a microbatch, or moves, for itself.
+
+    Args:
+        eqn: the loop's equation.
+        number: its number among those of the step.
+        stages_before: the number of the stages of the loops before it.
+        ranks_of: the rank of each stage, in one direction after the other.
+        values: makes values.
+        bodies: those of tasks so far; equal ones are one.
+    """
+
+    def __init__(
+        self,
+        eqn: Eqn,
+        number: int,
+        stages_before: int,
+        ranks_of: Sequence[int],
+        values: Values,
+        bodies: dict[Hashable, Body],
+    ):
+        self.loop = loop = ScheduledLoop.of(eqn)
+        self.number, self.stages_before, self.ranks_of = number, stages_before, ranks_of
+        self.values, self.all_bodies = values, bodies
+        self.equations = {t.params["key"]: t for t in (*loop.tasks, *loop.recomputations)}
+        _check_kinds(loop.table, [kind for kind, _ in self.equations])
+        self.order = [t for _, t in schedules.execution_order(loop.table, loop.dependencies)]
+        self.results = dict(zip(loop.results, eqn.outvars, strict=True))
+        #: What keeps a result of the body: its carry, or a buffer of its own.
+        self.kept_in: dict[Any, Any] = dict(zip(loop.carry_outs, loop.carries, strict=True))
+        self.kept_in.update((v, v) for v in loop.ys)
+        self.shared = self._operands_of(eqn)
+        self.sent: dict[tuple[int, Var], Value] = {}
+        self.own: dict[tuple[int, int], dict[Var, Value]] = {}
+        self.offloaded: dict[tuple[int, int], dict[Var, None]] = {}
+        self.kept_alone = functools.cache(self._kept_alone)
+        self.later = _kinds_after_offload(self.order)
+        found = zip(self.equations.items(), lifted(list(self.equations.values())), strict=True)
+        self.bodies = {key: self._body_of(task, *own) for (key, task), own in found}
+
+    def tasks(self) -> Iterator[GraphTask]:
+        """Makes the tasks in an order in which the ranks can run them."""
+        for task in self.order:
+            if task.kind in (Kind.O, Kind.L):
+                yield from self._moved(task)
+            elif (task.kind, task.stage) in self.equations:
+                yield self._computed(task)
+
+    def _operands_of(self, eqn: Eqn) -> dict[tuple[Var, int], Value]:
+        """Finds the values of a loop's operands, and of the buffers of its results.
+
+        Nothing reads the first value of a carry that has none.
+        """
+        carries, shared = {*self.loop.carries}, {}
+        for (v, d), atom in zip(operands_of(self.loop), eqn.invars, strict=True):
+            if v in carries and (_jaxprs.is_literal(atom) or atom not in self.values.current):
+                continue
+            value = self.values.operand(atom)
+            directions = range(self.loop.num_directions) if d is None else [d]
+            shared |= {(v, n): value for n in directions}
+        return shared
+
+    # ---- tasks ----------------------------------------------------------------------------------
+
+    def _computed(self, task: Task) -> GraphTask:
+        """Makes a task that computes."""
+        eqn, own = self.equations[task.kind, task.stage], self.bodies[task.kind, task.stage]
+        direction = self._direction(task)
+        inputs = [self._read(v, task) for v in _jaxprs.variables(eqn.invars)]
+        inputs += own.constants
+        if own.is_indexed:
+            number = np.int32(self._microbatch(task))
+            inputs.append(self.values.operand(_jaxprs.literal_of(number)))
+        inputs += [self.shared[v, direction] for v in eqn.outvars if self.kept_in.get(v) is v]
+        outputs = [
+            self._update(v, task) if v in self.kept_in else self._send(v, task) for v in eqn.outvars
+        ]
+        return self._task(task, own.body, inputs, outputs)
+
+    def _read(self, v: Var, task: Task) -> Value:
+        """Returns the value of a variable that a task reads."""
+        mb, stage = self._microbatch(task), task.stage
+        if (value := self.own.get((mb, stage), {}).get(v) or self.sent.get((mb, v))) is None:
+            value = self.shared[v, self._direction(task)]
+        return value
+
+    def _send(self, v: Var, task: Task) -> Value:
+        """Makes a value that others of the microbatch read; what `R` makes, those of its stage."""
+        replicas, mb = self.loop.replicas, self._microbatch(task)
+        value = Value(rows_type(v.aval, replicas) if replicas > 1 else v.aval, "edge", str(task))
+        if task.kind is Kind.R:
+            self.own.setdefault((mb, task.stage), {})[v] = value
+        else:
+            self.sent[mb, v] = value
+        return value
+
+    def _update(self, v: Var, task: Task) -> Value:
+        """Makes the next value of an accumulator, or of the buffer of a result."""
+        kept, direction = self.kept_in[v], self._direction(task)
+        kind = "gathered" if kept is v else "gradient"
+        name = f"result of {task.kind}{task.stage}"
+        memory = self.number, kept, direction
+        value = self.values.add(self.results[v, direction], kind, name, memory)
+        self.shared[kept, direction] = value
+        return value
+
+    def _moved(self, task: Task) -> Iterator[GraphTask]:
+        """Makes a task that copies a stage's values to the memory of the host, or of the device."""
+        at = mb, stage = self._microbatch(task), task.stage
+        own, moved = self.own.setdefault(at, {}), self.offloaded.setdefault(at, {})
+        if task.kind is Kind.O:
+            alone = self.kept_alone(stage, self._direction(task), self.later[task])
+            moved |= dict.fromkeys(v for v in alone if v in own or (mb, v) in self.sent)
+        if not moved:
+            return
+        inputs = [self._read(v, task) for v in moved]
+        key = "copy", task.kind, tuple(value.aval for value in inputs)
+        if (body := self.all_bodies.get(key)) is None:
+            space = jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device
+            made = jax.make_jaxpr(lambda *xs: [jax.device_put(x, space) for x in xs])
+            body = self.all_bodies[key] = Body(f"{task.kind}{stage}", made(*key[2]), ())
+        outputs = [Value(aval, "edge", str(task)) for aval in body.jaxpr.out_avals]
+        own |= zip(moved, outputs, strict=True)
+        yield self._task(task, body, inputs, outputs)
+
+    def _kept_alone(self, stage: int, direction: int, kinds: Collection[Kind]) -> list[Var]:
+        """Finds the values that later tasks of a stage read, and no other stage of its rank.
+
+        A number needs no copy: it has about no bytes. Nor does what a policy has offloaded already.
+        """
+        ranks = self.ranks_of[self.loop.stage_number(0, direction) :]
+        made = {v for task in self.loop.tasks for v in task.outvars}
+        found: dict[Var, tuple[bool, bool]] = {}
+        for task in self.loop.tasks:
+            key = task.params["key"]
+            for v in _jaxprs.variables(task.invars):
+                moves = v in made and v.aval.size > 1 and _compat.memory_kind(v.aval) is None
+                if moves and ranks[key.stage] == ranks[stage]:
+                    alone, wanted = found.get(v, (True, False))
+                    own = key.stage == stage
+                    found[v] = alone and own, wanted or (own and key.kind in kinds)
+        return [v for v, (alone, wanted) in found.items() if alone and wanted]
+
+    def _task(
+        self, task: Task, body: Body, inputs: Sequence[Value], outputs: Sequence[Value]
+    ) -> GraphTask:
+        number = self.loop.stage_number(task.stage, self._direction(task))
+        own = dataclasses.replace(task, stage=self.stages_before + task.stage)
+        values = tuple(inputs), tuple(outputs)
+        return GraphTask(self.ranks_of[number], body, *values, str(task), own, self.number)
+
+    def _direction(self, task: Task) -> int:
+        return self.loop.table.direction_of[task.microbatch]
+
+    def _microbatch(self, task: Task) -> int:
+        """The number of the slices that a task takes."""
+        last = self.loop.length - 1
+        return last - task.microbatch if self.loop.reverse else task.microbatch
+
+    # ---- bodies ---------------------------------------------------------------------------------
+
+    def _body_of(
+        self, task: Eqn, jaxpr: jex.ClosedJaxpr, constants: Sequence[Literal]
+    ) -> _LoopBody:
+        """Makes the body of a task; `jaxpr` is the task's, and takes `constants` last."""
+        arrays = self._arrays(task)
+        key = _jaxprs.structure(jaxpr), arrays
+        if (body := self.all_bodies.get(key)) is None:
+            made = computation(jaxpr, arrays, self.values.inside)
+            body = self.all_bodies[key] = Body(str(task.params["key"]), *made)
+        values = tuple(map(self.values.operand, constants))
+        return _LoopBody(body, values, arrays.is_indexed)
+
+    def _arrays(self, task: Eqn) -> Arrays:
+        """Finds the arrays of all microbatches that a task takes."""
+        loop, replicas = self.loop, self.loop.replicas
+        consts, slices, buffered = {*loop.consts}, {*loop.xs}, {*loop.ys}
+        taken = set() if task.params["key"].kind is Kind.R else {*loop.carries}
+
+        def types(variables: Sequence[Any], of_all: set[Any]) -> tuple[Aval | None, ...]:
+            whole = (self.shared[v, 0].aval if v in of_all else None for v in variables)
+            return tuple(a and (row_type(a) if replicas > 1 else a) for a in whole)
+
+        return Arrays(
+            types(task.invars, slices),
+            tuple(i for i, v in enumerate(task.invars) if v in taken),
+            types(task.outvars, buffered),
+            replicas,
+            tuple(v not in consts for v in task.invars) if replicas > 1 else (),
+        )
+
+
+def _check_kinds(table: Table, kinds: Iterable[Kind]) -> None:
+    """Checks that the tasks of each kind of a user's have work in some stage.
+
+    Raises:
+        ValueError: those of one kind have none.
+    """
+    for kind in sorted(table.kinds.difference(kinds)):
+        if not kind.is_own:
+            raise ValueError(
+                f"place: the table has tasks of the kind {kind} ({kind.title}), but the loop has "
+                f"no work for them; give it some by Loop.insert in a rule of "
+                f"jaxpp.extend.edit_loops, or use a schedule without that kind."
+            )
+
+
+def _kinds_after_offload(order: Sequence[Task]) -> dict[Task, frozenset[Kind]]:
+    """Finds for each `O` the kinds of the later tasks of its stage and microbatch."""
+    found: dict[Task, frozenset[Kind]] = {}
+    later: dict[tuple[int, int], frozenset[Kind]] = {}
+    for task in reversed(order):
+        own = later.get((task.stage, task.microbatch), frozenset())
+        if task.kind is Kind.O:
+            found[task] = own
+        later[task.stage, task.microbatch] = own | {task.kind}
+    return found
