@@ -2,6 +2,7 @@
 
 import pathlib
 import traceback
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -132,8 +133,9 @@ def test_errors_print_the_name_by_which_they_are_imported():
 
 
 def test_a_feed_that_is_no_mapping_is_an_error():
+    wrong: Any = [next]
     with pytest.raises(TypeError, match="feed is a mapping from the position .*, got a list"):
-        jaxpp.place(grad_of(loss), mesh_of(2), feed=[next])
+        jaxpp.place(grad_of(loss), mesh_of(2), feed=wrong)
 
 
 def test_the_end_of_a_feed_ends_the_loop():
