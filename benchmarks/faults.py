@@ -45,7 +45,7 @@ STEPS, EVERY = 6, 2
 LIMIT = 5.0
 #: The kinds of faults, as `Fault` describes them.
 KINDS = (
-    "kill", "stop", "memory", "raise", "exit", "link", "line", "disk", "interrupt", "feed",
+    "kill", "stop", "memory", "raise", "exit", "link", "disk", "interrupt", "feed",
 )  # fmt: skip
 #: The kinds that leave all workers as they are, and need no restart.
 MILD = ("disk",)
@@ -59,15 +59,15 @@ class Fault:
         kind: `"kill"` and `"stop"` send SIGKILL and SIGSTOP to a worker; `"raise"` lets a task
             raise; `"memory"` lets a task ask JAX for an array of 128 TiB, which is more than there
             is; `"exit"` ends a worker when half of a message has been written; `"link"` cuts a
-            worker's connections to another rank, and `"line"` those to the driver; `"disk"` lets
-            the writing of a checkpoint fail half-way for want of space; `"interrupt"` is a Ctrl-C
-            in the driver; `"feed"` lets the function that loads a batch raise.
+            worker's connections to another rank; `"disk"` lets the writing of a checkpoint fail
+            half-way for want of space; `"interrupt"` is a Ctrl-C in the driver; `"feed"` lets the
+            function that loads a batch raise.
         rank: the worker's, where it is one.
         call: in which call of the step, or with `"disk"` in which checkpoint, counted from 0.
         position: where in the call: the part of the rank's instructions, or messages, before it;
             with `"interrupt"` the part of the whole run.
         delay: seconds after that, on another thread, while the worker goes on.
-        peer: the rank at the other end of what is cut; -1 is the driver.
+        peer: the rank at the other end of what is cut; -1 where nothing is.
     """
 
     kind: str
@@ -155,7 +155,7 @@ def arm(process: Any, fault: Fault, note: str, pids: Mapping[int, int] | None = 
             _in_a_task(fault, note)
         case "exit":
             _in_a_message(fault, note, [pid for rank, pid in pids.items() if rank >= 0])
-        case "link" | "line":
+        case "link":
             _at_instruction(fault, lambda *_: cut(pids[fault.peer], note))
         case "disk":
             _in_a_checkpoint(fault, note)
@@ -438,7 +438,7 @@ def run_with_fault(bench: Bench, fault: Fault, directory: Path, seed: int = 0) -
     with ocp.CheckpointManager(directory / "checkpoints") as manager:
         last = manager.latest_step()
         # Where a fault does not end the worker, or comes later, calls may go on to the end.
-        ends_there = fault.kind not in ("disk", "interrupt", "line", "link") and not fault.delay
+        ends_there = fault.kind not in ("disk", "interrupt", "link") and not fault.delay
         last_call = fault.call if ends_there else STEPS - 1
         assert last in (None, *range(EVERY, last_call + 2, EVERY)), last
         state = bench.start()
@@ -530,7 +530,7 @@ def check_error(fault: Fault, error: BaseException, task: str) -> None:
             assert "stopped" in error.reason and "no sign of life" in error.reason, text
         case "kill" | "exit":
             assert "its process has died" in error.reason, text
-        case "link" | "line":
+        case "link":
             assert "connection" in text, text
 
 
