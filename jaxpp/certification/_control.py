@@ -236,7 +236,7 @@ def _while_of_rows(
 
 
 def _bound_in(roots: Iterable[Term], depth: int) -> set[Term]:
-    """What stands in terms for the carried values of the loop at a depth."""
+    """Finds the terms that stand for the carried values of the loop at a depth."""
     seen, stack = set[Term](), [*roots]
     while stack:
         t = stack.pop()

@@ -13,7 +13,7 @@ from jaxpp.runtime.executor._executor import Chunk, Executor, Transport, chunks,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankStep:
-    """What a rank has of a step, and where it runs that.
+    """A rank's share of a step: its program, its executables, and its home.
 
     Args:
         program: what it runs.

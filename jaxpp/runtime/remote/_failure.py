@@ -128,7 +128,7 @@ class Failure:
 
 
 class Failed(Exception):
-    """What a method of a worker raises, for Ray to bring it to the driver.
+    """The error of a worker's method, which Ray brings to the driver.
 
     Args:
         failure: what happened.

@@ -295,11 +295,6 @@ class Applied:
     def __init__(self, pending: Any):
         self._pending = pending
 
-    def wait(self) -> None:
-        """Waits until all have ended, whatever has come of it."""
-        while not self._pending.wait():
-            pass
-
     def results(self) -> dict[int, list[Any]]:
         """Waits for all; returns by rank what each of its processes gave.
 

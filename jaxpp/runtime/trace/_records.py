@@ -1,4 +1,4 @@
-"""What a process records of its runs and messages while it is traced."""
+"""Records of the runs and messages of a process that is traced."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""How the processes of a mesh find each other, and how each proves to the other that it is one.
+"""Lets the processes of a mesh find each other, and prove to each other that they are of the mesh.
 
 On one host connections are Unix sockets with an abstract name, which leave no file behind however
 the process ends; between hosts they are TCP. Both ends prove that they know the secret of the mesh,

@@ -1,4 +1,4 @@
-"""How XLA would split the values of a jaxpr over the devices of a rank: it asks Shardy.
+"""Asks Shardy how XLA would split the values of a jaxpr over the devices of a rank.
 
 The jaxpr is lowered for the mesh of a rank without its devices, and Shardy's propagation, which is
 XLA's own, runs on the module (openxla.org/shardy/propagation). Nothing is compiled. So a step has
