@@ -27,6 +27,8 @@ FOR_OTHERS = {
     "absl",  # the flags of the scripts that users copy
     "chex",  # the assertions of the tests that users copy
 }
+#: Imported where it is installed, and done without elsewhere.
+WELCOME = {"tqdm"}  # a bar while a step compiles
 
 
 def requirements():
@@ -71,7 +73,7 @@ def test_the_package_requires_what_it_imports():
     lists = required()
     assert lists["core"] - imported("jaxpp") == FOR_OTHERS
     optional = imported("jaxpp") - lists["core"]
-    assert optional == lists["plot"] | lists["checkpoint"] | lists["exact"]
+    assert optional == lists["plot"] | lists["checkpoint"] | lists["exact"] | WELCOME
 
 
 def test_scripts_need_what_their_extra_has():

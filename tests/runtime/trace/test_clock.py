@@ -150,7 +150,8 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile
     assert all(p.transport.recorder is None for p in mesh.processes)
     assert trace.calls == (3, 4) and not trace.errors
     window = [(t - tracing.started.monotonic_ns) / 1e9 for t in (before, after)]
-    assert all(window[0] - 1e-3 < r.start <= r.end < window[1] + 1e-3 for r in trace.runs)
+    # The clocks are 1,000 s apart; a watcher may wake up late on a machine that is busy.
+    assert all(window[0] - 0.5 < r.start <= r.end < window[1] + 0.5 for r in trace.runs)
     sends = sum(len(p.sends) for p in compiled.bundle.programs)
     assert len(trace.messages) == 2 * sends
     runs = sum(isinstance(i, Run) for p in compiled.bundle.programs for i in p.instructions)
