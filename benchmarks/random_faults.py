@@ -3,7 +3,7 @@
     python -m benchmarks.random_faults --count=300
     python -m benchmarks.random_faults --count=300 --transport=jax
 
-Trains on worker processes while a fault of one of ten kinds befalls the run at a random moment (see
+Trains on worker processes while a fault of one of nine kinds befalls the run at a random moment (see
 `faults.py`). In each run the error has to come in time and name the rank; then the mesh is
 restarted, the last checkpoint loaded, and the training has to end with the bits of an undisturbed
 one. Prints a table of the kinds:
@@ -33,7 +33,7 @@ from absl import app, flags
 import jaxpp
 from benchmarks import faults
 
-_COUNT = flags.DEFINE_integer("count", 300, "Runs; the ten kinds come in turn.", 1)
+_COUNT = flags.DEFINE_integer("count", 300, "Runs; the nine kinds come in turn.", 1)
 _FIRST = flags.DEFINE_integer("first", 0, "The number of the first run.", 0)
 _KINDS = flags.DEFINE_multi_enum("kinds", faults.KINDS, faults.KINDS, "Only these kinds.")
 _RANKS = flags.DEFINE_integer("ranks", 3, "Worker processes.", 2)
