@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxpp._donation import check_arrays
 from jaxpp._program import Bundle
+from jaxpp.jaxprs import check_arrays
 from jaxpp.runtime.arrays._handle import ArrayHandle
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jaxpp import _compat
-from jaxpp._ambient import without_mesh
+from jaxpp.jaxprs import without_mesh
 from jaxpp.runtime.arrays._handle import ArrayHandle
 from jaxpp.runtime.arrays._homes import default_device, on_device
 from jaxpp.runtime.arrays._stacked import StackedArray

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpp._donation import check_there
 from jaxpp._program import Bundle, Cut, cuts_of
 from jaxpp._specs import Spec, type_of
+from jaxpp.jaxprs import check_there
 from jaxpp.runtime.arrays._handle import ArrayHandle, HandleSharding
 from jaxpp.runtime.arrays._homes import on_device
 from jaxpp.runtime.arrays._shares import resplit

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp import _compat
-from jaxpp._jaxprs import WIDE
 from jaxpp._specs import Spec
+from jaxpp.jaxprs import WIDE
 from jaxpp.runtime.arrays._homes import Box, Home, box_of, joined, sharding_in
 
 _FLOAT0 = "float0"

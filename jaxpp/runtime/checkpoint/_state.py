@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from jaxpp._extras import need
+from jaxpp._messages import need
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle
 from jaxpp.runtime.arrays import (
     ArrayType,
@@ -213,7 +213,7 @@ class LocalStep:
         self.order = self._dispatcher.order
         #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
         self._raises = any(
-            _jaxprs.contains(e, _compat.is_error_if)
+            jaxprs.contains(e, _compat.is_error_if)
             for c in bundle.computations
             for e in c.jaxpr.eqns
         )
