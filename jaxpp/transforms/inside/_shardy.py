@@ -118,12 +118,9 @@ def _answer(question: _Question) -> _Answer:
     mesh = AbstractMesh(tuple(n for _, n in axes), tuple(name for name, _ in axes))
     quiet = _without_effects(jaxpr)
 
-    def sharding(aval: Any, spec: MaybeSpec) -> NamedSharding | None:
-        if spec is None:
-            return None
-        return NamedSharding(mesh, partition_spec(spec))
-
-    shardings: Any = list(map(sharding, jaxpr.in_avals, specs))
+    shardings: Any = [
+        None if spec is None else NamedSharding(mesh, partition_spec(spec)) for spec in specs
+    ]
     with jax.sharding.use_abstract_mesh(mesh), _jaxprs.with_its_types(jaxpr):
         run = jax.jit(
             functools.partial(_jaxprs.run, quiet), in_shardings=shardings, keep_unused=True
