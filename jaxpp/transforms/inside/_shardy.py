@@ -118,12 +118,9 @@ def _answer(question: _Question) -> _Answer:
     mesh = AbstractMesh(tuple(n for _, n in axes), tuple(name for name, _ in axes))
     quiet = _without_effects(jaxpr)
 
-    def sharding(aval: Any, spec: MaybeSpec) -> NamedSharding | None:
-        if spec is None:
-            return None
-        return NamedSharding(mesh, partition_spec(spec), memory_kind=_compat.memory_kind(aval))
-
-    shardings: Any = list(map(sharding, jaxpr.in_avals, specs))
+    shardings: Any = [
+        None if spec is None else NamedSharding(mesh, partition_spec(spec)) for spec in specs
+    ]
     with jax.sharding.use_abstract_mesh(mesh), jaxprs.with_its_types(jaxpr):
         run = jax.jit(
             functools.partial(jaxprs.run, quiet), in_shardings=shardings, keep_unused=True
@@ -214,12 +211,11 @@ def _specs(main: Any, name: str, avals: Sequence[Any]) -> tuple[MaybeSpec, ...]:
 
 
 def _spec(attributes: Any, aval: Any) -> MaybeSpec:
-    """Reads a spec off attributes; a dimension that a part of an axis splits counts as whole."""
+    """Reads a spec off attributes; Shardy makes whole what a part of an axis would split."""
     if "sdy.sharding" not in attributes:
         return None
     entries = []
     for dimension in sdy.TensorShardingAttr(attributes["sdy.sharding"]).dimension_shardings:
         axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]
-        parts = any(axis.sub_axis_info for axis in axes)
-        entries.append(() if parts else tuple(axis.name for axis in axes))
+        entries.append(tuple(axis.name for axis in axes))
     return tuple(entries[: len(aval.shape)])  # keys have a dimension more, of their bits
