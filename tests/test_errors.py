@@ -96,6 +96,17 @@ def gradient_inside():
     return trace(jaxpp.schedule(jaxpp.microbatch(inside, 4), OneFOneB()))
 
 
+def state_made_late():
+    def of_slice(weights, state, x):
+        value = loss(weights, x * state)
+        return value, state + value
+
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(of_slice, num_stages=2))
+    axes, reduce = (None, "carry", 0), ("mean", "carry")
+    loop = jaxpp.microbatch(staged, 4, in_axes=axes, reduce=reduce)
+    return trace(jaxpp.schedule(loop, OneFOneB()), WEIGHTS, jnp.ones(()), BATCH)
+
+
 def data_that_end():
     batches = iter([BATCH] * 2)
     step = jaxpp.place(pipeline(), mesh_of(2), feed={1: lambda number: next(batches)})
@@ -169,6 +180,7 @@ MADE = [
     lambda: with_keys(jax.random.split(jax.random.key(0), 4)),
     lambda: trace(loop(reduce="avg")),
     lambda: trace(jaxpp.schedule(jax.grad(loss), OneFOneB())),
+    state_made_late,
     lambda: jaxpp.schedule(loop(), "1f1b"),  # pyright: ignore
     lambda: by_name("1f1bb"),
     lambda: trace(jaxpp.schedule(jaxpp.microbatch(jaxpp.wrap_forward(marked), 4), OneFOneB())),

@@ -329,7 +329,7 @@ class _ProgramWriter:
         else:
             self.computed = task.outputs
         inputs = tuple(map(self.slot, task.inputs))
-        gone = [task.inputs[i] for i in donated]
+        gone = dict.fromkeys(task.inputs[i] for i in donated)
         for value in gone:
             self._vacate(value)
         outputs = tuple(map(self.slot, task.outputs))

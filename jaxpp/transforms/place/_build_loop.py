@@ -99,8 +99,7 @@ class LoopTasks:
         """Makes a task that computes."""
         eqn, own = self.equations[task.kind, task.stage], self.bodies[task.kind, task.stage]
         direction = self._direction(task)
-        inputs = [self._read(v, task) for v in jaxprs.variables(eqn.invars)]
-        inputs += own.constants
+        inputs = [*self._read(jaxprs.variables(eqn.invars), task), *own.constants]
         if own.is_indexed:
             number = np.int32(self._microbatch(task))
             inputs.append(self.values.operand(jaxprs.literal_of(number)))
@@ -110,12 +109,13 @@ class LoopTasks:
         ]
         return self._task(task, own.body, inputs, outputs)
 
-    def _read(self, v: Var, task: Task) -> Value:
-        """Returns the value of a variable that a task reads."""
-        mb, stage = self._microbatch(task), task.stage
-        if (value := self.own.get((mb, stage), {}).get(v) or self.sent.get((mb, v))) is None:
-            value = self.shared[v, self._direction(task)]
-        return value
+    def _read(self, variables: Iterable[Var], task: Task) -> list[Value]:
+        """Returns the values of variables that a task reads."""
+        mb, direction = self._microbatch(task), self._direction(task)
+        own = self.own.get((mb, task.stage), {})
+        return [
+            own.get(v) or self.sent.get((mb, v)) or self.shared[v, direction] for v in variables
+        ]
 
     def _send(self, v: Var, task: Task) -> Value:
         """Makes a value that others of the microbatch read; what `R` makes, those of its stage."""
@@ -146,7 +146,7 @@ class LoopTasks:
             moved |= dict.fromkeys(v for v in alone if v in own or (mb, v) in self.sent)
         if not moved:
             return
-        inputs = [self._read(v, task) for v in moved]
+        inputs = self._read(moved, task)
         key = "copy", task.kind, tuple(value.aval for value in inputs)
         if (body := self.all_bodies.get(key)) is None:
             space = jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device

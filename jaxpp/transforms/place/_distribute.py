@@ -140,6 +140,8 @@ def _bounds(
     jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int], whole: Sequence[int]
 ) -> dict[Var, Bounds]:
     eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
+    if not any(takes_some_rows(e) or concatenation_intervals(e) for e in eqns):
+        return {}  # no stage has rows of an array
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
     classes = Classes(eqns, tied)
     stay = {classes.of(invars[n]) for n in whole}

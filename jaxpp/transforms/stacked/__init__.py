@@ -19,4 +19,3 @@ from jaxpp.transforms.stacked._scans import way_out as way_out
 from jaxpp.transforms.stacked._slicer import Slicer as Slicer
 from jaxpp.transforms.stacked._slicer import in_parts as in_parts
 from jaxpp.transforms.stacked._used import rows_used as rows_used
-from jaxpp.transforms.stacked._used import states_of_layers as states_of_layers

@@ -6,7 +6,6 @@ first layer or after the last one.
 """
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,7 +18,7 @@ from jaxpp import _compat, jaxprs
 from jaxpp._messages import warn
 from jaxpp.jaxprs import Eqn, Var
 from jaxpp.transforms import stacked
-from jaxpp.transforms.stages import _balance, _calls, _cuts, _modules, _stages, _states, _units
+from jaxpp.transforms.stages import _balance, _calls, _cuts, _modules, _stages, _units
 
 
 class Finest:
@@ -106,19 +105,17 @@ def cut_balanced(
     balance: Balance,
     calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
-    states: Sequence[_states.State],
     tolerance: float,
 ) -> jex.ClosedJaxpr:
     """Marks `num_stages - 1` cuts that balance the stages, up to the share `tolerance`.
 
-    A scan over arrays of the model can be cut between iterations. No cut falls between the first
-    reader of a state and the equation that makes its next value, where this leaves enough places.
+    A scan over arrays of the model can be cut between iterations.
 
     `calls` has the scopes of calls of modules that are not cut inside, each with the module's class
     if it is a layer. `scopes` has the names of other such scopes; None to look for repeated blocks.
     """
     arrays = _modules.model_arrays(traced, model)
-    jaxpr = _states.make_early(traced.jaxpr, states) if states else traced.jaxpr
+    jaxpr = traced.jaxpr
     scans = stacked.layer_scans(jaxpr, arrays)
     everywhere = [(scan.number, i) for scan in scans for i in range(scan.length)]
     divided = stacked.divide_scans(jaxpr, arrays, everywhere)
@@ -129,13 +126,12 @@ def cut_balanced(
     for name in scopes or ():
         if not any(unit.label == name for unit in units):
             raise ValueError(_cuts.no_scope(name, line.eqns, model))
-    together = _states.units(states, costed.eqns, line.leads, line.jaxpr.jaxpr.outvars)
     try:
         if isinstance(balance, Units | Finest):
-            cuts = costed.unit_cuts([*units, *together], balance)
+            cuts = costed.unit_cuts(units, balance)
         else:
             way_out = functools.partial(stacked.way_out, jaxpr, arrays)
-            cuts = _best_cuts(costed, units, together, way_out)
+            cuts = _best_cuts(costed, units, way_out)
     except ValueError as error:
         loop = stacked.loop_that_is_one_unit(jaxpr, arrays)
         raise ValueError(f"split_stages: {error}{loop}") from None
@@ -160,10 +156,9 @@ def cost_of(balance: Balance) -> jaxprs.Cost:
 def _best_cuts(
     costed: "_Costs",
     units: Sequence[_units.Unit],
-    together: Sequence[_units.Unit],
     way_out: Callable[[Eqn], str],
 ) -> list[int]:
-    """Finds the best cuts between units, and between those that states keep `together`, if it can.
+    """Finds the best cuts between units.
 
     Warns where the slowest stage is much slower than it could be.
     """
@@ -176,10 +171,6 @@ def _best_cuts(
     note = call
     if not note and layers and costed.is_slower(cuts, costed.cuts([])):
         note = layers
-    with contextlib.suppress(ValueError):  # raised where there are too few places
-        apart, cuts = cuts, costed.cuts([*units, *together])
-        if not note and costed.is_slower(cuts, apart):
-            note = _states.note(together, costed.eqns)
     if note:
         shares = ", ".join(f"{share:.2f}" for share in costed.shares(cuts))
         warn(f"split_stages: {note}. The stages have these shares: {shares}.")

@@ -19,7 +19,6 @@ from jaxpp.transforms.stages import (
     _marks,
     _modules,
     _stages,
-    _states,
 )
 
 At = Sequence[str] | Callable[[PyTree], PyTree]
@@ -48,11 +47,10 @@ def split_stages(
     that are in a list of an Equinox model; equations under scopes such as `layer_0`, `layer_1`
     (Flax and haiku make them); iterations of a `lax.scan` over arrays of the first argument, which
     becomes several scans, each over a slice of the layers; and checkpoints of one structure. The
-    body of a `jax.checkpoint` may be cut, too, and each stage then has a checkpoint of its own. An
-    argument and the result that is its next value (the same pytree, such as the statistics of a
-    BatchNorm) are read and made in one stage. Without layers, blocks of equations that repeat have
-    borders: a cut is elsewhere only if that makes the slowest stage faster by more than
-    `tolerance`.
+    body of a `jax.checkpoint` may be cut, too, and each stage then has a checkpoint of its own.
+    Without layers, blocks of equations that repeat have borders: a cut is elsewhere only if that
+    makes the slowest stage faster by more than `tolerance`. Where a cut parts what reads a state
+    from what makes its next value, `schedule` says so, if microbatches carry the state.
 
     Args:
         fun: a function of pytrees. Arrays, of any shape and dtype, are traced; other leaves are
@@ -145,7 +143,6 @@ def split_stages(
                 )
             else:
                 scopes = None if whole is None else () if units else names
-                states = _states.states(opened, args, kwargs)
                 jaxpr = _cut_balanced.cut_balanced(
                     opened,
                     model,
@@ -154,7 +151,6 @@ def split_stages(
                     balance,
                     _calls.whole_calls(model, paths, layers, calls),
                     scopes,
-                    states,
                     tolerance,
                 )
             stages = _stages.read_stages(_calls.named(jaxpr, calls), checkpoints)

@@ -1,15 +1,13 @@
 """`wrap_forward`: outlines each stage in a jaxpr of its own."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 
 from jaxpp import _compat, jaxprs
-from jaxpp.jaxprs import Eqn, P, R, Var, primitives
+from jaxpp.jaxprs import P, R, Var
 from jaxpp.transforms.stages import _marks, _stages
 
 #: Says which values are kept for a backward pass, as `jax.checkpoint` takes it.
@@ -29,10 +27,8 @@ def wrap_forward(
         policy: a `jax.checkpoint` policy: it says which values a stage keeps for its backward pass
             instead of computing them again (`jax.checkpoint_policies.nothing_saveable` keeps its
             inputs only). `jax.checkpoint(wrap_forward(fun), policy=...)` does the same: values that
-            go from stage to stage are kept under any policy. None keeps the values that JAX keeps,
-            with one exception: of more than 48 elementwise operations in a row it keeps only the
-            inputs, because XLA would compute all of them again for each value that is kept. A
-            mapping from numbers of stages to policies gives each its own; others have None.
+            go from stage to stage are kept under any policy. None keeps the values that JAX keeps.
+            A mapping from numbers of stages to policies gives each its own; others have None.
 
     Returns:
         A function with the same arguments and results, in whose jaxpr each stage is one call.
@@ -68,11 +64,9 @@ def wrap_forward(
             )
         own = by_stage.get(k, otherwise)
         part = stages.parts[k]
-        if own is None:
-            stage = _with_cloned_keys(functools.partial(_run_stage, part.jaxpr))
-        else:
-            run = _with_cloned_keys(functools.partial(jaxprs.run, part.jaxpr))
-            stage = jax.checkpoint(run, policy=own)
+        stage = _with_cloned_keys(functools.partial(jaxprs.run, part.jaxpr))
+        if own is not None:
+            stage = jax.checkpoint(stage, policy=own)
         inputs = jaxprs.read(part.inputs, values)
         if not _compat.writes_jaxpr():  # nothing is there to outline; a new call would be compiled
             return stage(*inputs)
@@ -100,35 +94,3 @@ def _with_cloned_keys(stage: Callable[..., list[Any]]) -> Callable[..., list[Any
         return jaxprs.with_cloned_keys(stage(*args))
 
     return run
-
-
-#: Of more elementwise operations in a row than this, only the inputs are kept for the backward.
-_LONG_ROW = 48
-
-
-def _run_stage(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluates a stage; its backward computes long rows of elementwise operations again."""
-    rows = [list(row) for _, row in itertools.groupby(jaxpr.eqns, _is_elementwise)]
-    long = [len(row) > _LONG_ROW and _is_elementwise(row[0]) for row in rows]
-    if not any(long):
-        return jaxprs.run(jaxpr, *args)
-    values = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    needed = set(jaxprs.variables(jaxpr.jaxpr.outvars))
-    parts = []
-    for row in reversed(rows):
-        part = jaxprs.part(row, [v for e in row for v in e.outvars if v in needed])
-        needed.update(part.inputs)
-        parts.append(part)
-    for part, is_long in zip(reversed(parts), long, strict=True):
-        run = functools.partial(jaxprs.run, part.jaxpr)
-        run = jax.checkpoint(run) if is_long else run
-        outputs = run(*(values[v] for v in part.inputs))
-        values.update(zip(part.outputs, outputs, strict=True))
-    return jaxprs.read(jaxpr.jaxpr.outvars, values)
-
-
-def _is_elementwise(eqn: Eqn) -> bool:
-    inner = [e for body in jaxprs.sub_jaxprs(eqn) for e in body.eqns]
-    if inner or eqn.effects:
-        return not eqn.effects and all(map(_is_elementwise, inner))
-    return eqn.primitive.name in primitives.ELEMENTWISE | primitives.MOVES

@@ -22,6 +22,7 @@ from jaxpp.schedules import Kind
 from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
+    concatenation_intervals,
     in_parts,
     pad_interval,
     part_vars,
@@ -310,6 +311,8 @@ def split_stacked_sums(loop: ScheduledLoop) -> ScheduledLoop:
 
 def _bounds(loop: ScheduledLoop) -> dict[Var, Bounds]:
     """Finds where carries, and what they become, are cut: by the rows that stages make or read."""
+    if not any(pad_interval(e) or concatenation_intervals(e) for e in loop.eqns):
+        return {}  # no stage makes rows of an array
     classes = Classes(loop.eqns, loop.becomes().items())
     of_stages = [(e, None if key is None else key.stage) for e, key in loop.grouped]
     carried = {classes.of(v) for v in loop.carries}

@@ -9,7 +9,7 @@ task that reads it.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
@@ -126,8 +126,8 @@ def place_glue(loop: ScheduledLoop) -> ScheduledLoop:
 
 
 def _task_text(key: Key) -> str:
-    """Names a task for an error message; a half of a backward is one."""
-    return f"{'F' if key.kind is Kind.F else 'B'} of stage {key.stage}"
+    """Names a task for an error message."""
+    return f"{key.kind} of stage {key.stage}"
 
 
 def keep_carries(loop: ScheduledLoop) -> ScheduledLoop:
@@ -198,14 +198,28 @@ def _clusters(loop: ScheduledLoop) -> list[Cluster[Key]]:
         maker = flow.maker_of(out)
         writer = None if maker is None else task_of.get(maker)
         if reading and reading != [writer]:
-            line = "" if maker is None else _compat.at_source_line(loop.eqns[maker])
-            raise ValueError(
-                f"schedule: a value carried from one microbatch to the next is read by "
-                f"{' and '.join(map(_task_text, reading))}, but made by "
-                f"{'none of them' if writer is None else _task_text(writer)}{line}; only the "
-                f"task that makes it, and those after it, can read it."
-            )
+            raise _carried_apart(loop, carry, reading, maker, writer)
     return clusters
+
+
+def _carried_apart(
+    loop: ScheduledLoop,
+    carry: Var,
+    reading: Sequence[Key],
+    maker: int | None,
+    writer: Key | None,
+) -> ValueError:
+    """Makes the error for a state that a task reads which is not the one that makes the next."""
+    reader = next(e for e in loop.eqns if carry in jaxprs.variables(e.invars))
+    line = "" if maker is None else _compat.at_source_line(loop.eqns[maker])
+    return ValueError(
+        f"schedule: a value {carry.aval.str_short()} that is carried from one microbatch to the "
+        f"next is read by {' and '.join(map(_task_text, reading))}"
+        f"{_compat.at_source_line(reader)}, but made by "
+        f"{'none of them' if writer is None else _task_text(writer)}{line}; only the task that "
+        f"makes it, and those after it, can read it. Make it where it is read, or cut elsewhere: "
+        f"split_stages(at=...)."
+    )
 
 
 def _write(loop: ScheduledLoop) -> tuple[list[Eqn], list[Atom]]:

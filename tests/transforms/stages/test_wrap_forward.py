@@ -184,31 +184,6 @@ def test_a_policy_is_a_function_or_a_mapping_from_stages():
         jaxpp.wrap_forward(marked, policy={3: NOTHING})(WS, X)
 
 
-@jax.jit
-def step_of_a_row(x, w):
-    return jnp.where(x > 0, jnp.sin(x * w), jnp.cos(x) - 1)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(("steps", "few"), [(20, True), (2, False)], ids=["long", "short"])
-def test_of_a_long_row_of_elementwise_operations_a_stage_keeps_what_the_row_reads(steps, few):
-    def chain(ws, x):
-        x = x @ ws[0]
-        for k in range(steps):
-            x = step_of_a_row(x, ws[1][k % 8])
-        x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ ws[2]))
-        return (x**2).mean()
-
-    wrapped = jaxpp.wrap_forward(chain)
-    eqns = jax.make_jaxpr(jax.grad(wrapped))(WS, X).eqns
-    forward, _, _, backward = (e for e in eqns if _marks.is_stage_call(e))
-    kept = [v for v in forward.outvars if v in backward.invars and v.aval.ndim]
-    assert (len(kept) < 5) is few
-    assert ("sin" in names_inside(backward)) is few
-    got, want = (jax.jit(jax.value_and_grad(f))(WS, X) for f in (wrapped, chain))
-    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
-
-
 def frozen(ws, x):
     return marked([ws[0], jax.lax.stop_gradient(ws[1]), ws[2]], x)
 
