@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpp import _extras
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._synthesis._problem import Problem, evaluate
+from jaxpp.schedules.simulator import Problem, evaluate
 
 #: The steps in the longest time, where times are not whole numbers of a longer step.
 _STEPS = 1000

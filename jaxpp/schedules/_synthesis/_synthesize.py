@@ -16,9 +16,10 @@ from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
 from jaxpp.schedules._synthesis._fitting import fitted, offloads_to_fit
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time, split
-from jaxpp.schedules._synthesis._problem import Objective, Problem, make_problem
+from jaxpp.schedules._synthesis._problem import make_problem
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules.simulator import Objective, Problem
 
 
 @dataclasses.dataclass(frozen=True)
