@@ -53,10 +53,10 @@ def make_problem(
             return (0.0,) * m
         return [costs.transfer(task, op_rank[need], rank) for task in tasks[need * m : need * m + m]]
 
-    inputs = [
-        [(at[need], delays(at[need], rank)) for need in needs[op] if need in at]
-        for op, rank in zip(ops, op_rank, strict=True)
-    ]
+    outputs: list[list[tuple[int, Sequence[float]]]] = [[] for _ in ops]
+    for op, key in enumerate(ops):
+        for need in (at[need] for need in needs[key] if need in at):
+            outputs[need].append((op, delays(need, op_rank[op])))
     return Problem(
         table,
         ops,
@@ -64,6 +64,6 @@ def make_problem(
         [costs.of(task) for task in tasks],
         [memory.of(task) for task in tasks],
         [limit + 1e-9 * abs(limit) for limit in limits],
-        inputs,
+        outputs,
         objective,
     )

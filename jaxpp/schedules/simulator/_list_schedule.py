@@ -1,9 +1,10 @@
 """List scheduling: a free rank takes the first task by priority that may run."""
 
 import dataclasses
-import heapq
+import functools
 import math
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules.simulator._problem import Problem
@@ -31,6 +32,25 @@ class Rule:
     in_flight: Sequence[float] = ()
     idle: Sequence[float] = ()
     patience: float = math.inf
+
+    def places(self, microbatches: int) -> tuple[list[int], list[int]]:
+        """Returns the place of each task in the order of the rule, and the task of each place."""
+        if microbatches not in self._places:
+            keys = [
+                offset + i * period
+                for offset, period in zip(self.offsets, self.periods, strict=True)
+                for i in range(microbatches)
+            ]
+            tasks = sorted(range(len(keys)), key=keys.__getitem__)
+            places = [0] * len(tasks)
+            for place, n in enumerate(tasks):
+                places[n] = place
+            self._places[microbatches] = places, tasks
+        return self._places[microbatches]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[list[int], list[int]]]:
+        return {}
 
 
 def list_schedule(
@@ -63,13 +83,15 @@ class _Ranks:
     def __init__(self, problem: Problem, rule: Rule, room: Sequence[float]):
         m, ranks = problem.num_microbatches, range(problem.num_ranks)
         self.problem, self.rule, self.room = problem, rule, list(room)
-        self.m, self.offsets, self.periods = m, rule.offsets, rule.periods
-        self.ready: list[list[tuple[float, int]]] = [[] for _ in ranks]
+        self.m, (self.places, self.tasks) = m, rule.places(m)
+        #: For each rank, the places of the tasks that it may run.
+        self.ready: list[list[int]] = [[] for _ in ranks]
         #: For each rank, when tasks arrive whose inputs have started, where it may wait for them.
         self.coming: list[dict[int, float]] = [{} for _ in ranks]
         self.orders: list[list[int]] = [[] for _ in ranks]
         self.free = [0.0] * problem.num_ranks
         self.limited = min(problem.limits) < math.inf
+        self.late = problem.objective == "wall"
         self.plain = not (self.limited or rule.in_flight or rule.idle)
         if not self.plain:
             self.done = [0] * len(problem.ops)
@@ -94,91 +116,95 @@ class _Ranks:
 
     def run(self) -> tuple[list[list[int]], list[float]] | None:
         """Runs all tasks: at each moment each rank that is free takes one."""
-        problem, m, free, ready = self.problem, self.m, self.free, self.ready
-        time, op_rank, outputs = problem.time, problem.op_rank, problem.outputs
-        offsets, periods, orders, room = self.offsets, self.periods, self.orders, self.room
-        pending = [len(needs) for needs in problem.inputs for _ in range(m)]
-        arrival = [0.0] * len(time)
-        late = problem.objective == "wall"
-        # What happens next: a rank is free, with -1, or a task's inputs have arrived.
-        events: list[tuple[float, int, int]] = []
-        handed: list[list[int]] = [[] for _ in free]  # tasks that what runs leaves to its rank
-        for n, left in enumerate(pending):
-            if not left:
-                handed[op_rank[n // m]].append(n)
+        m, free, ready, places, late = self.m, self.free, self.ready, self.places, self.late
+        time, op_rank, outputs = self.problem.time, self.problem.op_rank, self.problem.outputs
+        pending, handed = self._start()
+        arrival, left = [0.0] * len(time), len(time)
+        # What happens next: the inputs of a task arrive, or a rank is free, as the task -1.
         events = [(0.0, rank, -1) for rank in range(len(free))]
-        busy, plain, waits = [False] * len(free), self.plain, bool(self.rule.idle)
+        busy, plain, orders, room = [True] * len(free), self.plain, self.orders, self.room
         while events:
-            now, woken = events[0][0], []
-            while events and events[0][0] == now:
-                _, rank, n = heapq.heappop(events)
-                woken.append(rank)
+            now, rank, n = heappop(events)
+            woken = [rank]
+            while True:
                 if n >= 0:
-                    heapq.heappush(ready[rank], (offsets[n // m] + n % m * periods[n // m], n))
+                    heappush(ready[rank], places[n])
                     self.coming[rank].pop(n, None)
                 else:
                     busy[rank] = False
                     for n in handed[rank]:
-                        heapq.heappush(ready[rank], (offsets[n // m] + n % m * periods[n // m], n))
+                        heappush(ready[rank], places[n])
                     handed[rank].clear()
+                if not events or events[0][0] != now:
+                    break
+                _, rank, n = heappop(events)
+                woken.append(rank)
             for rank in woken:
                 if busy[rank] or not ready[rank]:
                     continue
-                n = heapq.heappop(ready[rank])[1] if plain else self._take(rank, now)
+                n = self.tasks[heappop(ready[rank])] if plain else self._take(rank, now)
                 if n < 0:
                     continue
-                gap = now - free[rank]
-                if gap > 0.0 and (late or orders[rank]):
-                    room[rank] -= gap
+                if now > free[rank] and (late or orders[rank]):
+                    room[rank] -= now - free[rank]
                     if room[rank] < 0.0:
                         return None
                 free[rank] = end = now + time[n]
                 busy[rank] = True
                 orders[rank].append(n)
-                heapq.heappush(events, (end, rank, -1))
+                left -= 1
+                heappush(events, (end, rank, -1))
                 op, i = divmod(n, m)
-                for reader, delay in outputs[op]:
-                    k, target = reader * m + i, op_rank[reader]
-                    at = end + delay
-                    if at > arrival[k]:
-                        arrival[k] = at
-                    pending[k] -= 1
-                    if pending[k]:
-                        continue
-                    if target == rank and arrival[k] <= end:
+                for reader, delays in outputs[op]:
+                    k, target, at = reader * m + i, op_rank[reader], end + delays[i]
+                    if arrival[k] > at:
+                        at = arrival[k]
+                    if pending[k] > 1:
+                        pending[k], arrival[k] = pending[k] - 1, at
+                    elif target == rank and at <= end:
                         handed[rank].append(k)
-                        continue
-                    heapq.heappush(events, (arrival[k], target, k))
-                    if waits:
-                        self.coming[target][k] = arrival[k]
-        return (orders, free) if sum(map(len, orders)) == len(time) else None
+                    else:
+                        heappush(events, (at, target, k))
+                        if not plain:
+                            self.coming[target][k] = at
+        return None if left else (orders, free)
+
+    def _start(self) -> tuple[list[int], list[list[int]]]:
+        """Returns how many inputs each task waits for, and what each rank has that waits for none."""
+        problem, counts, pending = self.problem, [0] * len(self.problem.ops), []
+        handed: list[list[int]] = [[] for _ in self.free]
+        for own in problem.outputs:
+            for reader, _ in own:
+                counts[reader] += 1
+        for op, count in enumerate(counts):
+            pending += [count] * self.m
+            if not count:
+                handed[problem.op_rank[op]] += range(op * self.m, op * self.m + self.m)
+        return pending, handed
 
     def _take(self, rank: int, now: float) -> int:
         """Takes the first task that may run; -1 where there is none, or the rank waits."""
-        allowed = (pair for pair in sorted(self.ready[rank]) if self._allows(rank, pair[1]))
-        best = next(allowed, None)
-        if best is None:
+        ready, tasks = self.ready[rank], self.tasks
+        best = next((p for p in sorted(ready) if self._allows(rank, tasks[p])), -1)
+        if best < 0 or self.rule.idle and self.coming[rank] and self._waits(rank, now, best):
             return -1
-        if self.rule.idle and self.coming[rank] and self._waits(rank, now, best):
-            return -1
-        n, change = best[1], self.problem.change
-        self.ready[rank].remove(best)
-        heapq.heapify(self.ready[rank])
+        n = tasks[best]
+        ready.remove(best)
+        heapify(ready)
         self.done[n // self.m] += 1
-        self.held[rank] += change[n]
+        self.held[rank] += self.problem.change[n]
         if self.orders[rank]:
             self.waited[rank] += now - self.free[rank]
         return n
 
-    def _waits(self, rank: int, now: float, best: tuple[float, int]) -> bool:
+    def _waits(self, rank: int, now: float, best: int) -> bool:
         """Tells whether a more urgent task arrives so soon that the rank waits for it."""
-        offsets, periods, m = self.offsets, self.periods, self.m
-        soon = min(
-            (at for n, at in self.coming[rank].items()
-             if offsets[n // m] + n % m * periods[n // m] < best[0] and self._allows(rank, n)),
-            default=math.inf,
+        urgent = (
+            at for n, at in self.coming[rank].items()
+            if self.places[n] < best and self._allows(rank, n)
         )  # fmt: skip
-        wait, avoided = soon - now, now + self.problem.time[best[1]] - soon
+        soon = min(urgent, default=math.inf)
+        wait, avoided = soon - now, now + self.problem.time[self.tasks[best]] - soon
         idle = self.waited[rank] + (now - self.free[rank] if self.orders[rank] else 0.0)
         return (
             avoided > 0.0

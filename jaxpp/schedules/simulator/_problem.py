@@ -30,7 +30,7 @@ class Problem:
       time: the time of each task.
       change: what each task adds to what its rank holds.
       limits: the most that each rank may hold, with room for rounding.
-      inputs: for each op, the ops that it waits for, with the transfer time of each microbatch.
+      outputs: for each op, the ops that wait for it, with the transfer time of each microbatch.
       objective: what to minimise.
     """
 
@@ -40,7 +40,7 @@ class Problem:
     time: list[float]
     change: list[float]
     limits: list[float]
-    inputs: list[list[tuple[int, Sequence[float]]]]
+    outputs: list[list[tuple[int, Sequence[float]]]]
     objective: Objective = "wall"
 
     @functools.cached_property
@@ -62,13 +62,13 @@ class Problem:
         return own
 
     @functools.cached_property
-    def outputs(self) -> list[list[tuple[int, float]]]:
-        """For each op, the ops that wait for it, with the longest transfer of a microbatch."""
-        readers: list[list[tuple[int, float]]] = [[] for _ in self.ops]
-        for op, needs in enumerate(self.inputs):
-            for need, delays in needs:
-                readers[need].append((op, max(delays)))
-        return readers
+    def inputs(self) -> list[list[tuple[int, Sequence[float]]]]:
+        """For each op, the ops that it waits for, with the transfer time of each microbatch."""
+        inputs: list[list[tuple[int, Sequence[float]]]] = [[] for _ in self.ops]
+        for op, readers in enumerate(self.outputs):
+            for reader, delays in readers:
+                inputs[reader].append((op, delays))
+        return inputs
 
     @functools.cached_property
     def local(self) -> list[list[int]]:
