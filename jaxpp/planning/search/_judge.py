@@ -33,24 +33,22 @@ def _shape(
 def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> Rule:
     """Returns a rule: backwards come first, then forwards, older microbatches before newer ones.
 
-    A microbatch takes `2 * stages` steps, forwards, then backwards; a pair has one microbatch of
-    each direction. Of tasks of a kind first comes that of the older pair, then that of the later
-    step; or the other way round; or the older pair, then the earlier step; or the later step for
-    forwards alone. A weight gradient fills the time in which nothing else can run; by some rules it
-    comes before forwards, to free memory.
+    A weight gradient fills the time in which nothing else can run; by some rules it comes before
+    forwards, to free memory. Of weight gradients that of the older microbatch comes first, or by
+    odd rules that of the later stage. Of forwards that of the older microbatch comes first, which is
+    the one that is further on its way, or by every other two rules that of the earlier stage.
     """
-    by_pair = (1, 0, 1, None)[rule % EAGER]
-    weight = 1 if rule >= EAGER else 3
+    by_stage, breadth, weight = rule % 2, rule // 2 % 2, 1 if rule >= EAGER else 3
     offsets, periods = [], []
     for kind, own in _shape(stages, directions, directions, halves)[1]:
         direction, stage = divmod(own, stages)
-        forward = kind is Kind.F
-        step = stage if forward else 2 * stages - 1 - stage
-        first = 2 if forward else weight if kind is Kind.W else 0
-        place = step if rule % EAGER == 2 or kind is Kind.W else -step
-        pairs_first = kind is Kind.W or (not forward if by_pair is None else by_pair)
-        within, period = (place, 4 * stages) if pairs_first else (place * pairs, 1)
-        offsets.append((first * 16 * stages * (pairs + 1) + within) * directions + direction)
+        if kind is Kind.F:
+            first, (step, period) = 2, (stage * pairs, 1) if breadth else (-stage, 2 * stages)
+        elif kind is Kind.W:
+            first, (step, period) = weight, (-stage * pairs, 1) if by_stage else (-stage, 2 * stages)
+        else:
+            first, step, period = 0, stage, 2 * stages
+        offsets.append((first * 8 * stages * (pairs + 1) + step) * directions + direction)
         periods.append(period * directions)
     return Rule(offsets, periods)
 

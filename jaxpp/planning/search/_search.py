@@ -103,27 +103,28 @@ def find(
     allowed = [d for d in directions if setting.microbatches % d == 0 and d <= setting.ranks]
     ways = [(d, halves) for halves in setting.layers.forms for d in allowed]
     best: Found | None = None
-    # For each way, its best choices of earlier rounds.
-    known: dict[tuple[int, bool], list[tuple[float, Choice]]] = {way: [] for way in ways}
+    # For each way, its best choices of earlier rounds, with the rules that judged them.
+    known: dict[tuple[int, bool], list[tuple[float, Choice, int]]] = {way: [] for way in ways}
     tried = number = 0
     while ways and tried < tries and time.monotonic() < deadline:
         way, turn = ways[number % len(ways)], number // len(ways)
         length, heat = ROUNDS[min(turn, len(ROUNDS) - 1)]
         choose = random.Random(seed * 1_000_003 + number)
         earlier = known[way]
-        again = turn % 3 == 2 and bool(earlier)
-        if again:
-            begin = earlier[choose.randrange(min(3, len(earlier)))][1]
+        if turn % 3 == 2 and earlier:
+            _, begin, rule = earlier[choose.randrange(min(3, len(earlier)))]
+            heat = REHEAT
         else:
             begin = start(setting, way[0], turn - turn // 3, way[1])
-        # Where memory is limited, every other turn frees it early.
-        rule = EAGER * (turn // 2 % 2) if setting.memory_limit < math.inf else 0
-        anneal = _Round(setting, rule, length, REHEAT if again else heat, choose, deadline)
+            rule = turn % EAGER
+            # Where memory is limited, every other round frees it early.
+            rule += EAGER * (turn % 2) if setting.memory_limit < math.inf else 0
+        anneal = _Round(setting, rule, length, heat, choose, deadline)
         value, choice, judged = anneal.run(begin, min(length, tries - tried))
         tried += judged
         number += 1
         if value < math.inf:
-            earlier.append((value, choice))
+            earlier.append((value, choice, rule))
             earlier.sort(key=lambda own: own[0])
             least = math.inf if best is None else best.time
             if value < least:
