@@ -5,7 +5,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import jax
 from jax.sharding import PartitionSpec
@@ -13,12 +13,12 @@ from jaxtyping import PyTree
 
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
-from jaxpp.planning._links import Links
 from jaxpp.planning._loss import map_sliced
 from jaxpp.planning._measure import Measurement
 from jaxpp.planning._predict import costs_found
 from jaxpp.planning._problem import MADE, SCHEDULES, Candidate, Problem
-from jaxpp.planning._profile import Profile, costs_of_stages, profile
+from jaxpp.planning._profile import Profile, profile
+from jaxpp.planning.search import Layers, Options, Setting
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.runtime.trace import Trace
 from jaxpp.schedules import Costs, Kind, Timeline
@@ -55,7 +55,7 @@ class Plan(Candidate):
     others: tuple[Candidate, ...] = ()
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6
 
     @property
     def cuts(self) -> UnitCuts:
@@ -71,10 +71,10 @@ class Plan(Candidate):
     @property
     def costs(self) -> Costs:
         """The times of the plan's tasks on the device that was profiled, for `predict`."""
-        table = self.order.table_for_ranks(self.problem.ranks, self.microbatches)
-        own = self.problem.profiles[self.microbatches]
-        at = (0, *itertools.accumulate(self.units))
-        return costs_of_stages(own, at, self.problem.links, table.directions[0])
+        assert self.choice is not None, "it has a table"
+        return dataclasses.replace(
+            self.problem.settings[self.microbatches].costs(self.choice), unit="s"
+        )
 
     @property
     def timeline(self) -> Timeline:
@@ -116,16 +116,15 @@ class Plan(Candidate):
             for name, link in (("latency", measured.latency), ("bandwidth", measured.bandwidth))
             if not callable(link)
         }
-        links, count = dataclasses.replace(self.problem.links, **changed), self.microbatches
+        count = self.microbatches
         found = self.problem.profiles[count]
         copied = [task for order in table.ranks for task in order if task.kind.lane == "copy"]
         before, after = (sum(map(own.of, copied)) for own in (planned, measured))
         if before and after:
             longer = tuple(after / before * own for own in found.copy)
             found = dataclasses.replace(found, copy=longer)
-        profiles = {count: found}
         problem = dataclasses.replace(
-            self.problem, profiles=profiles, links=links, speed=tuple(speed)
+            self.problem, profiles={count: found}, speed=tuple(speed), **changed
         )
         return solve(problem, self)
 
@@ -140,8 +139,11 @@ class Plan(Candidate):
         within = "without a limit" if limit == math.inf else f"of {format_bytes(limit)}"
         peaks = ", ".join(map(format_bytes, self.peak_bytes))
         lines.append(f"most bytes of each rank: {peaks}; {within}")
+        if any(self.parameter_bytes):
+            held = ", ".join(map(format_bytes, self.parameter_bytes))
+            lines.append(f"of these are parameters: {held}")
         for name, way in (("computed again", Kind.R), ("offloaded", Kind.O)):
-            chosen = self.stages_that(way)
+            chosen = [stage for stage, own in enumerate(self.activations) if own == way]
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
         for c in self.others[:_SHOWN]:
@@ -154,7 +156,7 @@ class Plan(Candidate):
 
     def save(self, path: _files.Path) -> None:
         """Writes the plan as JSON."""
-        _files.write(path, "plan", self.VERSION, dataclasses.asdict(self))
+        _files.write(path, "plan", self.VERSION, self)
 
     @staticmethod
     def load(path: _files.Path) -> "Plan":
@@ -163,13 +165,30 @@ class Plan(Candidate):
         Raises:
             ValueError: the file is no plan, or of another version.
         """
-        found = _files.read(path, "plan", Plan.VERSION)
-        problem = _files.tuples(found.pop("problem"))
-        each = problem.pop("profiles").items()
-        profiles = {int(count): Profile(**_files.tuples(own)) for count, own in each}
-        links = Links(**problem.pop("links"))
-        others = tuple(Candidate(**_files.tuples(own)) for own in found.pop("others"))
-        return Plan(**found, problem=Problem(profiles, links=links, **problem), others=others)
+        return _files.read(path, "plan", Plan.VERSION, Plan)
+
+
+class PlanOptions(Options, total=False):
+    """The machine that `plan` is for, see `Options`, and how it profiles the function.
+
+    Args:
+        at_least: as in `profile`, as are all that follow.
+        in_axes: by default every argument but the first is part of the batch.
+        device: where to measure, or a `jaxpp.Device` or the name of one, for a plan without a
+            measurement; its memory is then the limit, unless one is given.
+        in_specs: for a mesh with further axes.
+        repeats: how often to measure; the medians count.
+    """
+
+    at_least: int
+    in_axes: PyTree[int | str | None]
+    device: Any
+    in_specs: PyTree[PartitionSpec | None]
+    repeats: int
+
+
+#: Those of the options that `profile` takes.
+_OF_PROFILE = set(PlanOptions.__annotations__) - set(Options.__annotations__)
 
 
 def plan(
@@ -177,22 +196,10 @@ def plan(
     *args: Any,
     ranks: int,
     microbatches: int | Sequence[int],
-    replicas: int = 1,
-    memory_limit: float | None = None,
-    state_bytes: float = 4.0,
-    latency: float = 0.0,
-    bandwidth: float = math.inf,
-    overhead: float = 0.0,
-    reduction_bandwidth: float = math.inf,
-    speed: float | Sequence[float] = 1.0,
     schedules: Sequence[str] = SCHEDULES,
     tries: int = 2000,
     seed: int = 0,
-    at_least: int = 32,
-    in_axes: PyTree[int | str | None] = None,
-    device: Any = None,
-    in_specs: PyTree[PartitionSpec | None] = None,
-    repeats: int = 3,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Chooses cuts, schedule, number of microbatches, and which activations are kept, for a step.
 
@@ -204,35 +211,13 @@ def plan(
         *args: its arguments, with a whole batch.
         ranks: the number of ranks.
         microbatches: the number of microbatches of a replica, or those to choose from.
-        replicas: the number of replicas, each with devices of its own.
-        memory_limit: the bytes that a device of a rank has; by default no limit.
-        state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their
-            gradients and the optimizer's state. Adam has 4, or 5 for bfloat16 parameters, whose
-            gradients add up in float32.
-        latency: the seconds that a message takes whatever its size.
-        bandwidth: the bytes of messages that go from one rank to another in a second.
-        overhead: the share of a message's time for which it keeps the rank that sends it from its
-            tasks; the rank that receives it is kept as long. It is 0 where links work beside
-            devices, and up to 0.5 where the cores that run tasks move messages, too.
-        reduction_bandwidth: the bytes of gradients that a device exchanges with its replicas in a
-            second, once a step.
-        speed: the speed of a rank, or of each rank, over that of the device where `fun` is
-            profiled.
         schedules: those to choose from, as `jaxpp.schedules.by_name` takes them; `"synthesized"` is
             a table that `synthesize` makes at the cut of the fastest, and `"searched"` a cut, a
             placement and a table that are searched together, as by `plan_layers`. By default all.
         tries: how many cuts and placements the search judges. As many tries give the same plan on
             any machine from the same profile.
         seed: of its random choices.
-        at_least: as in `profile`.
-        in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
-        device: as in `profile`: where to measure, or a `jaxpp.Device` or the name of one, for a
-            plan without a measurement; its memory is then the limit, unless one is given.
-        in_specs: as in `profile`.
-        repeats: how often to measure; the medians count.
-
-    Returns:
-        The plan.
+        **options: the machine, and how to profile; see `jaxpp.planning.PlanOptions`.
 
     Raises:
         ValueError: nothing fits into the limit, with the bytes that are missing; there are more
@@ -250,28 +235,24 @@ def plan(
         >>> found = jaxpp.plan(loss, weights, x, ranks=2, microbatches=4, **options)
         >>> sum(found.units), found.microbatches
         (4, 4)
-        >>> staged = jaxpp.split_stages(loss, at=found.cuts)
     """
-    if memory_limit is None:
-        memory_limit = device_of(device).memory if isinstance(device, Device | str) else math.inf
-    speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
-    problem = Problem(
-        {}, ranks, memory_limit, state_bytes, Links(latency, bandwidth, overhead), speeds,
-        tuple(schedules), tries, seed, replicas, reduction_bandwidth,
-    )  # fmt: skip
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
     if not counts or not set(schedules) - {*MADE}:
         raise ValueError(
             "plan: give at least one number of microbatches, and one schedule by name."
         )
+    how: dict[str, Any] = {name: own for name, own in options.items() if name in _OF_PROFILE}
+    machine: dict[str, Any] = {name: own for name, own in options.items() if name not in how}
+    device, replicas = how.get("device"), machine.get("replicas", 1)
+    if isinstance(device, Device | str):
+        machine = {"memory_limit": device_of(device).memory, **machine}
+    checked = Setting(Layers((1.0,), backward=(1.0,)), ranks, 1, **machine)
     profiles: dict[int, Profile] = {}
     for count in counts:
-        own = _one_microbatch(args, count, replicas, in_axes)
-        profiles[count] = profile(
-            fun, *own, at_least=at_least, in_axes=in_axes, device=device, in_specs=in_specs,
-            repeats=repeats,
-        )  # fmt: skip
-    return solve(dataclasses.replace(problem, profiles=profiles))
+        own = _one_microbatch(args, count, replicas, how.get("in_axes"))
+        profiles[count] = profile(fun, *own, **how)
+    machine |= {"speed": checked.speeds}
+    return solve(Problem(profiles, ranks, tuple(schedules), tries, seed, **machine))
 
 
 def solve(problem: Problem, known: Candidate | None = None) -> Plan:

@@ -11,7 +11,6 @@ from typing import Any
 from jaxpp import _messages
 from jaxpp._program import REDUCTION, Bundle, Program, Run, Send
 from jaxpp.planning._device import Device, device_of
-from jaxpp.planning._links import ring_bytes
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import (
     HOST,
@@ -427,7 +426,11 @@ class _Around:
         return seconds
 
     def _reduced_bytes(self, rank: int, run: Run) -> float:
-        """Finds the bytes that a device sends to its replicas in a run: none but in reductions."""
+        """Finds the bytes that a device sends to its replicas in a run: none but in reductions.
+
+        They are summed in a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms",
+        JPDC 69(2), 2009): each sends its parts while they are summed, and while the sums go round.
+        """
         own, axes = self._bundle.computations[run.computation], self._ranks[rank].axes
         if run.label != REDUCTION or not own.in_specs:
             return 0.0
@@ -437,7 +440,7 @@ class _Around:
             whole = tuple(tuple(a for a in entry if a not in over) for entry in spec)
             # A sum that is scattered goes round once.
             turns = 1 if whole == spec else 0.5
-            sent += turns * ring_bytes(array_bytes(v.aval, whole, axes), devices)
+            sent += 2 * turns * array_bytes(v.aval, whole, axes) * (devices - 1) / devices
         return sent
 
 

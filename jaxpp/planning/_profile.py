@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -21,13 +21,13 @@ from jaxpp._specs import Spec
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._limited import LimitedCuts
-from jaxpp.planning._links import Links
 from jaxpp.planning._loss import gradient, map_sliced
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
+from jaxpp.planning.search import Choice, Layers, Options, Setting
 from jaxpp.runtime.executor import array_bytes
 from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Clocked, Key
-from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind, Schedule, Task
+from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind, Schedule
 from jaxpp.transforms import place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
 
@@ -109,8 +109,18 @@ class Profile(UnitCosts):
                 f"costs_of: the profile has {len(self.costs)} units, each in one stage, got stages "
                 f"of {list(units)} units."
             )
-        at = (0, *itertools.accumulate(units))
-        return costs_of_stages(self, at, Links(), range(len(units)))
+        placement = tuple(range(len(units)))
+        choice = Choice((0, *itertools.accumulate(units)), (placement,))
+        return dataclasses.replace(self.setting(len(units), 1).costs(choice), unit="s")
+
+    def setting(self, ranks: int, microbatches: int, **options: Unpack[Options]) -> Setting:
+        """Returns what a plan for so many ranks follows from, in seconds and bytes."""
+        layers = Layers(
+            self.forward, self.input_grad, self.weight_grad, self.backward, self.activation_bytes,
+            self.parameter_bytes, self.crossing, self.temporary_bytes, self.copy,
+        )  # fmt: skip
+        options = {"memory_bandwidth": self.memory_bandwidth, **options}
+        return Setting(layers, ranks, microbatches, is_fed=True, **options)
 
     def within(
         self,
@@ -125,8 +135,7 @@ class Profile(UnitCosts):
         Args:
             memory_limit: the bytes that a device of a rank has.
             microbatches: their number.
-            schedule: the schedule, as `jaxpp.schedules.by_name` takes it, with a stage on each
-                rank.
+            schedule: the schedule, as `jaxpp.schedules.by_name` takes it.
             state_bytes: the bytes that a rank holds for each byte of parameters: the parameters,
                 their gradients and the optimizer's state. Adam has 4.
 
@@ -143,18 +152,15 @@ class Profile(UnitCosts):
             raise ValueError(
                 f"Profile.within: memory_limit is a positive number of bytes, got {memory_limit!r}."
             )
-        state = tuple(state_bytes * n for n in self.parameter_bytes)
-        return LimitedCuts(
-            self.crossing, self.at_least, self.costs, state, self.activation_bytes,
-            self.temporary_bytes, memory_limit, schedule, microbatches,
-        )  # fmt: skip
+        own = memory_limit, microbatches, schedule, state_bytes
+        return LimitedCuts(self.crossing, self.at_least, self, *own)
 
     #: The version of the file; other versions are refused.
     VERSION: ClassVar[int] = 3
 
     def save(self, path: _files.Path) -> None:
         """Writes the profile as JSON."""
-        _files.write(path, "profile", self.VERSION, dataclasses.asdict(self))
+        _files.write(path, "profile", self.VERSION, self)
 
     @staticmethod
     def load(path: _files.Path) -> "Profile":
@@ -163,7 +169,7 @@ class Profile(UnitCosts):
         Raises:
             ValueError: the file is no profile, or of another version.
         """
-        return Profile(**_files.read(path, "profile", Profile.VERSION))
+        return _files.read(path, "profile", Profile.VERSION, Profile)
 
 
 def profile(
@@ -307,62 +313,6 @@ def _copies(
             times.append(time.perf_counter() - start)
         known[own] = statistics.median(times[1:]) / 2
     return tuple(known[tuple(own)] for own in kept)
-
-
-def of_stages(values: Sequence[float], at: Sequence[int]) -> tuple[float, ...]:
-    """Adds what the units of each stage have; `at` is as for `costs_of_stages`."""
-    return tuple(float(sum(values[a:b])) for a, b in itertools.pairwise(at))
-
-
-def costs_of_stages(
-    found: Profile,
-    at: Sequence[int],
-    links: Links,
-    placement: Sequence[int],
-    speed: Sequence[float] | None = None,
-) -> Costs:
-    """Makes the costs of stages from those of their units.
-
-    Args:
-        found: the units.
-        at: the first unit of each stage, and the number of units.
-        links: what messages take.
-        placement: the rank of each stage, for the share of messages that keeps ranks from tasks.
-        speed: of each stage, over that of the device that was profiled; by default 1.
-    """
-    edges = [*(found.crossing[cut - 1] for cut in at[1:-1]), 0.0]
-    count = len(edges)
-
-    def sent(task: Task) -> float:
-        return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
-
-    # The time that ranks are kept by the message between a stage and the one behind it.
-    crossings = zip(edges[:-1], itertools.pairwise(placement), strict=True)
-    sends = [links.overhead * links.seconds(edge) if a != b else 0.0 for edge, (a, b) in crossings]
-    around = [before + behind for before, behind in itertools.pairwise([0.0, *sends, 0.0])]
-
-    def times(values: Sequence[float], messages: Sequence[float]) -> tuple[float, ...]:
-        own = zip(of_stages(values, at), speed or (1.0,) * count, messages, strict=True)
-        return tuple(t / s + extra for t, s, extra in own)
-
-    nothing = [0.0] * count
-    copies = of_stages(found.copy or (math.inf,) * at[-1], at)
-    inputs, weights = times(found.input_grad, around), times(found.weight_grad, nothing)
-    beside = 1 - 2 * links.overhead
-    return Costs(
-        times(found.forward, around),
-        # Nobody reads a gradient of the batch: all of the first stage's backward is its W.
-        (0.0, *inputs[1:]),
-        (inputs[0] + weights[0], *weights[1:]),
-        times(found.backward, around),
-        latency=beside * links.latency,
-        bandwidth=links.bandwidth / beside if beside else math.inf,
-        edge_bytes=sent,
-        offload=copies,
-        load=copies,
-        per="stage",
-        unit="s",
-    )
 
 
 def _times(bundle: Bundle, runs: Sequence[Clocked]) -> dict[Key, float]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from jaxpp.schedules._costs import Memory
 from jaxpp.schedules._excerpt import excerpt
-from jaxpp.schedules._execute import Block, Dependencies, number, run
+from jaxpp.schedules._execute import Block, Dependencies, execute, number
 from jaxpp.schedules._kinds import Kind, listed
 from jaxpp.schedules._table import Table, Task
 
@@ -105,7 +105,7 @@ def execution_order(
     F0.0 F0.1 F1.0 B1.0 B0.0 F1.1 B1.1 B0.1
     """
     numbered = number(table, dependencies)
-    result = run(numbered, [float(max(1, len(task.kind.parts))) for task in numbered.tasks])
+    result = execute(numbered, [float(max(1, len(task.kind.parts))) for task in numbered.tasks])
     if result.blocks:
         raise explain_blocks(table, result.blocks)
     # Every cost is positive, so a task starts after the start of all that it depends on.
@@ -376,7 +376,7 @@ def _check_execution(table: Table, dependencies: Dependencies | None) -> None:
                 needs = f"{numbered.tasks[second[0]].describe()}, which comes after it, needs it"
                 place = _locate(table, first)[1]
                 raise ScheduleError(_cannot_overlap(table, rank, place, f"{needs} first"))
-    result = run(numbered, [1.0] * len(numbered.tasks))
+    result = execute(numbered, [1.0] * len(numbered.tasks))
     if result.blocks:
         raise explain_blocks(table, result.blocks)
 

@@ -1,10 +1,15 @@
-"""Runs a table as its ranks would: each in its own order, each task after its inputs."""
+"""Runs a table as its ranks would: each in its own order, each task after its inputs.
+
+A table becomes rows of numbered tasks for the simulator's clock: a rank is a row, and so are its copies
+and each link whose transfers take turns. Two tasks that overlap are one.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules.simulator._run import Run, run
 
 #: For a kind of task of a stage, the kinds and stages that it reads from, of the same microbatch.
 Dependencies = Mapping[tuple[Kind, int], Sequence[tuple[Kind, int]]]
@@ -195,7 +200,7 @@ class Sends:
 
 
 @dataclass(frozen=True)
-class Run:
+class Executed:
     """The times of tasks, by number; `gates` are the tasks that each waited for last, or -1.
 
     The gate of a task is the task before it on its rank, or an input; -1 where it starts at once.
@@ -207,7 +212,7 @@ class Run:
     blocks: list[Block]
 
 
-def run(
+def execute(
     numbered: Numbered,
     costs: Sequence[float],
     delay: Callable[[int, int], float] | None = None,
@@ -215,7 +220,7 @@ def run(
     wait_for_both: bool = True,
     sends: Sends | None = None,
     lanes: bool = False,
-) -> Run:
+) -> Executed:
     """Runs each rank's units in order, each as soon as the rank is free and its inputs are there.
 
     With lanes, a copy starts once the computing task before it has ended, the copies before it have
@@ -233,116 +238,174 @@ def run(
     Returns:
       The times, and the ranks left stuck: none where the table is sound.
     """
-    nothing = len(costs)  # the number of no task, which never ends
-    absent, rank_of, needs = numbered.absent, numbered.rank_of, numbered.needs
-    if absent:
-        needs = [(*own, nothing) if n in absent else own for n, own in enumerate(needs)]
-    starts, ends, gates = [0.0] * nothing, [-1.0] * (nothing + 1), [-1] * nothing
-    decides: dict[int, int] = {}  # for two tasks that end together, the one that decides the end
-    arrivals: dict[tuple[int, int], float] = {}  # for a task and a rank that reads it
-    send = None if sends is None else _sender(numbered, sends, ends, arrivals)
+    rows = _Rows(numbered, costs, lanes)
+    arrivals = rows.send(sends) if sends is not None else {}
+    rows.connect(delay, arrivals)
+    rows.join(together or (lambda a, b: costs[a] + costs[b]), wait_for_both)
+    found = run(rows.time, rows.needs, rows.rows, rows.end_of)
+    return rows.executed(found)
 
-    def earliest(n: int, rank: int, start: float, gate: int) -> tuple[float, int]:
-        """Returns the start and the gate of a task; or -1, and an input that is not there yet."""
-        for need in needs[n]:
-            ready = ends[need]
-            if ready < 0:
-                return -1.0, need
-            if rank_of[need] != rank:
-                if sends is not None:
-                    ready = arrivals[need, rank]
-                elif delay is not None:
-                    ready += delay(need, rank)
-            if ready > start:
-                start, gate = ready, need
-        return start, gate
 
-    def run_both(a: int, b: int, first: tuple[float, int], second: tuple[float, int]) -> float:
-        """Runs two tasks that overlap; returns the end of both."""
-        if wait_for_both:
-            first = second = max(first, second)
-        (starts[a], gates[a]), (starts[b], gates[b]) = first, second
-        both = costs[a] + costs[b] if together is None else together(a, b)
-        if wait_for_both:
-            ends[a] = ends[b] = starts[a] + both
-        else:
-            joint = (first[0] + both, a) if first <= second else (second[0] + both, b)
-            end, late = max(joint, (first[0] + costs[a], a), (second[0] + costs[b], b))
-            ends[a] = ends[b] = end
-            decides[a] = decides[b] = late
-        return ends[a]
+class _Rows:
+    """The rows of a table.
 
-    cursors = [0] * len(numbered.ranks)
-    # When the lanes of each rank are free: that of tasks that compute, and that of copies; and
-    # since what task.
-    free: list[tuple[float, int]] = [(0.0, -1)] * len(numbered.ranks)
-    copied = list(free)
-    waiting: dict[int, list[tuple[int, int]]] = {}  # for a task, the ranks and tasks that need it
-    runnable = list(range(len(numbered.ranks)))
-    while runnable:
-        rank = runnable.pop()
-        units, cursor, (now, before) = numbered.ranks[rank], cursors[rank], free[rank]
-        while cursor < len(units):
-            n, last = units[cursor][0], units[cursor][-1]
-            copies = lanes and numbered.tasks[n].kind.lane == "copy"
-            since = max(copied[rank], (now, before)) if copies else (now, before)
-            start, gate = first = earliest(n, rank, *since)
-            second = first if n == last else earliest(last, rank, now, before)
-            if start < 0 or second[0] < 0:
-                stuck, need = (n, gate) if start < 0 else (last, second[1])
-                waiting.setdefault(need, []).append((rank, stuck))
-                break
-            if n == last:
-                starts[n], gates[n] = start, gate
-                ends[n] = start + costs[n]
-                if copies:
-                    copied[rank] = ends[n], n
+    Numbers of tasks are those of the table; then comes that of no task, which never ends, and those
+    of the transfers of links. Of two tasks that overlap the first stands for both.
+    """
+
+    def __init__(self, numbered: Numbered, costs: Sequence[float], lanes: bool):
+        self.numbered, self.costs = numbered, costs
+        self.nothing = len(costs)
+        self.time = [*costs, 0.0]
+        self.inputs: list[list[tuple[int, float]]] = []
+        self.needs: list[list[tuple[int, float]]] = []
+        self.end_of: dict[int, Callable[[float, list[float]], float]] = {}
+        # What a unit waits for, in the place of a need, because of the computing unit before it.
+        self.behind: dict[int, list[tuple[int, float]]] = {}
+        self.before: dict[int, tuple[int, ...]] = {}  # of each unit, those before it in its lanes
+        self.first: dict[int, int] = {}  # of two that overlap, by the second
+        self.starts: dict[int, float] = {}  # of those that overlap, but do not start together
+        self.late: dict[int, int] = {}  # of two that end together, the one that decides the end
+        self.source: dict[int, int] = {}  # of a transfer, the task that made it
+        self.rows: list[list[int]] = [[] for _ in numbered.ranks]
+        copies: list[list[int]] = [[] for _ in numbered.ranks]
+        for rank, units in enumerate(numbered.ranks):
+            computed = copied = -1
+            for unit in units:
+                copy = lanes and numbered.tasks[unit[0]].kind.lane == "copy"
+                since = (computed, copied) if copy else (computed,)
+                self.before[unit[0]] = tuple(n for n in since if n >= 0)
+                (copies if copy else self.rows)[rank].append(unit[0])
+                if copy:
+                    copied = unit[0]
+                    if computed >= 0:
+                        self.behind[unit[0]] = [(computed, 0.0)]
                 else:
-                    now = ends[n]
-            else:
-                now = run_both(n, last, first, second)
-                runnable += [rank for rank, _ in waiting.pop(n, ())]
-            if send is not None:
-                now = send(units[cursor], now)
-            if last in waiting:
-                runnable += [rank for rank, _ in waiting.pop(last)]
-            before = before if copies else last
-            cursor += 1
-        cursors[rank], free[rank] = cursor, (now, before)
-    if decides:
-        gates = [decides.get(gate, gate) for gate in gates]
-    blocks = [
-        Block(rank, numbered.tasks[n], absent[n] if need == nothing else numbered.tasks[need])
-        for need, stuck in waiting.items()
-        for rank, n in stuck
-    ]
-    return Run(starts, ends[:-1], gates, sorted(blocks, key=lambda block: block.rank))
+                    computed = unit[-1]
+                if len(unit) > 1:
+                    self.first[unit[1]] = unit[0]
+        self.rows += copies
 
+    def send(self, sends: Sends) -> dict[tuple[int, int], tuple[int, float]]:
+        """Gives transfers rows of their own; returns what each reader of a task waits for."""
+        numbered = self.numbered
+        targets: list[dict[int, None]] = [{} for _ in numbered.tasks]
+        for n, needs in enumerate(numbered.needs):
+            for need in needs:
+                if numbered.rank_of[need] != numbered.rank_of[n]:
+                    targets[need][numbered.rank_of[n]] = None
+        links: dict[tuple[int, int], list[int]] = {}
+        arrivals: dict[tuple[int, int], tuple[int, float]] = {}
+        for rank, units in enumerate(numbered.ranks):
+            sent: list[tuple[int, float]] = []
+            for unit in units:
+                if sends.block and sent:
+                    self.behind.setdefault(unit[0], []).extend(sent)
+                if numbered.tasks[unit[0]].kind.lane == "compute":
+                    sent = []
+                for n in unit:
+                    for target in targets[n]:
+                        latency, busy = sends.link(n, target)
+                        arrivals[n, target] = n, latency + busy
+                        if sends.share:
+                            arrivals[n, target] = len(self.time), latency
+                            links.setdefault((rank, target), []).append(len(self.time))
+                            self.source[len(self.time)] = n
+                            self.time.append(busy)
+                        sent.append(arrivals[n, target])
+        self.rows += links.values()
+        return arrivals
 
-def _sender(
-    numbered: Numbered,
-    sends: Sends,
-    ends: Sequence[float],
-    arrivals: dict[tuple[int, int], float],
-) -> Callable[[Sequence[int], float], float]:
-    """Makes the function that sends what a unit has made; gives when its rank goes on."""
-    targets: list[dict[int, None]] = [{} for _ in numbered.tasks]
-    for n, needs in enumerate(numbered.needs):
-        for need in needs:
-            if numbered.rank_of[need] != numbered.rank_of[n]:
-                targets[need][numbered.rank_of[n]] = None
-    free: dict[tuple[int, int], float] = {}  # for each link, when it has sent what it was given
+    def connect(
+        self,
+        delay: Callable[[int, int], float] | None,
+        arrivals: Mapping[tuple[int, int], tuple[int, float]],
+    ) -> None:
+        """Collects what tasks and transfers wait for."""
+        rank_of, absent = self.numbered.rank_of, self.numbered.absent
+        for n, needs in enumerate(self.numbered.needs):
+            rank = rank_of[n]
+            own = [
+                (need, 0.0) if rank_of[need] == rank
+                else arrivals[need, rank] if arrivals
+                else (need, delay(need, rank) if delay else 0.0)
+                for need in needs
+            ]  # fmt: skip
+            self.inputs.append([*own, (self.nothing, 0.0)] if n in absent else own)
+        self.needs = [*self.inputs, [], *([(n, 0.0)] for n in self.source.values())]
+        for n, extra in self.behind.items():
+            self.needs[n] = [*self.needs[n], *extra]
 
-    def send(unit: Sequence[int], now: float) -> float:
-        for n in unit:
-            for target in targets[n]:
-                latency, busy = sends.link(n, target)
-                way = numbered.rank_of[n], target
-                start = max(ends[n], free.get(way, 0.0)) if sends.share else ends[n]
-                free[way] = start + busy
-                arrivals[n, target] = start + busy + latency
-                if sends.block:
-                    now = max(now, arrivals[n, target])
-        return now
+    def join(self, together: Callable[[int, int], float], wait_for_both: bool) -> None:
+        """Makes one of tasks that overlap."""
+        for b, a in self.first.items():
+            self.time[a] = together(a, b)
+            self.needs[a] = [*self.needs[a], *self.needs[b]]
+            if not wait_for_both:
+                self.end_of[a] = self._end_of_both(a, b)
+        if self.first:
+            first = self.first
+            self.needs = [[(first.get(n, n), d) for n, d in own] for own in self.needs]
+            self.inputs = [[(first.get(n, n), d) for n, d in own] for own in self.inputs]
 
-    return send
+    def _end_of_both(self, a: int, b: int) -> Callable[[float, list[float]], float]:
+        def end(since: float, ends: list[float]) -> float:
+            first, second = (
+                max([since, *(ends[need] + delay for need, delay in self.inputs[n])])
+                for n in (a, b)
+            )
+            both = self.time[a]
+            joint = (first + both, a) if first <= second else (second + both, b)
+            end, late = max(joint, (first + self.costs[a], a), (second + self.costs[b], b))
+            self.starts[a], self.starts[b] = first, second
+            self.late[a] = self.late[b] = late
+            return end
+
+        return end
+
+    def executed(self, found: Run) -> Executed:
+        """Returns the times of the tasks, what each waited for, and the ranks left stuck."""
+        count = self.nothing
+        starts, ends = found.starts[:count], found.ends[:count]
+        for b, a in self.first.items():
+            starts[b], ends[b] = starts[a], ends[a]
+        for n, start in self.starts.items():
+            starts[n] = start
+        second = {} if self.starts else {a: b for b, a in self.first.items()}
+        gates = [-1] * count
+        for n in range(count):
+            unit = self.first.get(n, n)
+            pair = (unit, second[unit]) if unit in second else (n,)
+            gates[n] = self._gate(pair, starts[n], ends, found.ends)
+        return Executed(starts, ends, gates, self._blocks(found))
+
+    def _gate(
+        self, tasks: Sequence[int], start: float, ends: Sequence[float], all_ends: Sequence[float]
+    ) -> int:
+        """Finds what tasks that start together have waited for."""
+        unit = self.first.get(tasks[0], tasks[0])
+        since, gate = 0.0, -1
+        for before in self.before[unit]:
+            since, gate = max((since, gate), (ends[before], before))
+        since = max([since, *(all_ends[m] + delay for m, delay in self.behind.get(unit, ()))])
+        if since < start:
+            for n in tasks:
+                needs = zip(self.numbered.needs[n], self.inputs[n], strict=False)
+                ready = (need for need, (m, delay) in needs if all_ends[m] + delay == start)
+                if (need := next(ready, -1)) >= 0:
+                    return self.late.get(need, need)
+        return self.late.get(gate, gate)
+
+    def _blocks(self, found: Run) -> list[Block]:
+        numbered, blocks = self.numbered, {}
+        for row, (n, need) in sorted(found.stuck.items(), reverse=True):
+            if row >= 2 * len(numbered.ranks):
+                continue  # a link: the rank that reads from it is stuck, too
+            rank, need = row % len(numbered.ranks), self.source.get(need, need)
+            for m in (n, *(b for b, a in self.first.items() if a == n)):
+                if need == self.nothing and m in numbered.absent:
+                    blocks[rank] = Block(rank, numbered.tasks[m], numbered.absent[m])
+                for own in numbered.needs[m]:
+                    if self.first.get(own, own) == need:
+                        blocks[rank] = Block(rank, numbered.tasks[m], numbered.tasks[own])
+        return [blocks[rank] for rank in sorted(blocks)]

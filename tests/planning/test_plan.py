@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp.planning._links import Links
 from jaxpp.planning._plan import solve
-from jaxpp.planning._problem import MADE, SCHEDULES, Choice, Problem, _all_kept, _Search
+from jaxpp.planning._problem import MADE, SCHEDULES, Problem
 from jaxpp.planning._profile import Profile
+from jaxpp.planning.search import Cutter
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import Costs, Kind, Machine, OneFOneB, Task, by_name, check, simulate
 from tests.helpers import assert_close
@@ -35,9 +35,12 @@ def profile_of(times, kept=None, parameters=None):
 
 
 def problem_of(found, limit=math.inf, schedules=SCHEDULES, ranks=4, microbatches=8, **options):
-    fields: dict[str, Any] = dict(state_bytes=4.0, links=Links(), speed=(1.0,) * ranks)
-    profiles = {microbatches: found}
-    return Problem(profiles, ranks, limit, schedules=tuple(schedules), **(fields | options))
+    fields: dict[str, Any] = dict(memory_limit=limit, speed=(1.0,) * ranks)
+    return Problem({microbatches: found}, ranks, tuple(schedules), **(fields | options))
+
+
+def cutter_of(problem, microbatches, name, ways=("R", "O")):
+    return Cutter(problem.settings[microbatches], by_name(name), ways)
 
 
 def planned(found, limit=math.inf, **options):
@@ -81,14 +84,14 @@ def test_no_schedule_of_the_catalogue_is_faster_at_an_even_cut(times):
 
 def test_an_even_cut_is_taken_where_another_gains_next_to_nothing():
     problem = problem_of(profile_of((*(1.0,) * 7, 1.01)), schedules=["1f1b"], ranks=2)
-    search = _Search(problem, 8, "1f1b")
-    for units, seconds in (((3, 5), 1.0), ((4, 4), 1.009)):
-        search._known[_all_kept((0, units[0], 8))] = 0.0, seconds, 1.0
-    assert search.even_if_as_fast(_all_kept((0, 3, 8))).at == (0, 4, 8)
-    search._known[_all_kept((0, 4, 8))] = 0.0, 1.011, 1.0
-    assert search.even_if_as_fast(_all_kept((0, 3, 8))).at == (0, 3, 8)
-    search._known[_all_kept((0, 4, 8))] = 1.0, 1.0, 1.0  # it does not fit
-    assert search.even_if_as_fast(_all_kept((0, 3, 8))).at == (0, 3, 8)
+    cutter = cutter_of(problem, 8, "1f1b")
+    uneven, even = cutter.kept((0, 3, 8)), cutter.kept((0, 4, 8))
+    cutter._known.update({uneven: (0.0, 1.0, 1.0), even: (0.0, 1.009, 1.0)})
+    assert cutter.even_if_as_fast(uneven) == even
+    cutter._known[even] = 0.0, 1.011, 1.0
+    assert cutter.even_if_as_fast(uneven) == uneven
+    cutter._known[even] = 1.0, 1.0, 1.0  # it does not fit
+    assert cutter.even_if_as_fast(uneven) == uneven
     for middle, units in ((0.02, (4, 5)), (0.2, (5, 4))):
         found = profile_of((*(1.0,) * 4, middle, *(1.0 + middle / 2,) * 4))
         assert planned(found, schedules=["1f1b"], ranks=2).units == units
@@ -115,9 +118,10 @@ def test_the_cheaper_of_recomputation_and_offload_is_chosen(tmp_path, forward, w
     limit = max(room.peak_bytes) * 0.8
     found = dataclasses.replace(found, copy=(forward / 3,) * 8)
     problem = problem_of(found, limit, schedules=["1f1b"])
-    plan, search = solve(problem), _Search(problem, 8, "1f1b")
+    plan, cutter = solve(problem), cutter_of(problem, 8, "1f1b")
+    even = cutter.kept((0, 2, 4, 6, 8))
     over, least, _ = min(
-        search.value(Choice((0, 2, 4, 6, 8), ways, ahead))
+        cutter.value(dataclasses.replace(even, ways=ways, ahead=ahead))
         for ways in itertools.product(("", "R", "O"), repeat=4)
         for ahead in range(5)
     )
@@ -174,10 +178,10 @@ def test_a_stage_keeps_its_activations_where_the_recomputation_of_others_is_enou
     quarters = 4, 19, 16, 10, 18, 5, 19, 16, 1, 14, 3, 1, 12, 6, 15
     found = profile_of(times, kept=tuple(n * MEBIBYTE // 4 for n in quarters))
     problem = problem_of(found, 17.5e6, ["1f1b"], ranks=3, microbatches=3)
-    plan, search = solve(problem), _Search(problem, 3, "1f1b")
+    plan, cutter = solve(problem), cutter_of(problem, 3, "1f1b")
     assert plan.activations == ("R", "R", "")
     over, least, _ = min(
-        search.value(Choice((0, *cuts, 15), ways))
+        cutter.value(dataclasses.replace(cutter.kept((0, *cuts, 15)), ways=ways))
         for cuts in itertools.combinations(range(1, 15), 2)
         for ways in itertools.product(("", "R"), repeat=3)
     )
@@ -204,7 +208,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
     path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
-    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 5"):
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 6"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):
@@ -311,18 +315,18 @@ def test_what_follows_the_tasks_is_part_of_a_plans_time():
     found = dataclasses.replace(
         profile_of((3.0,) * 4, parameters=(10, 20, 30, 40)), memory_bandwidth=100.0
     )
-    links = Links(latency=0.25, bandwidth=20.0)
+    links: dict[str, Any] = dict(latency=0.25, bandwidth=20.0)
     bare = planned(dataclasses.replace(found, memory_bandwidth=math.inf, parameter_bytes=(0,) * 4))
-    one = planned(found, schedules=["1f1b"], links=links)
+    one = planned(found, schedules=["1f1b"], **links)
     assert one.timeline.update == tuple(7 * n / 100 for n in (10, 20, 30, 40))
-    two = planned(found, schedules=["dualpipe"], links=links)
+    two = planned(found, schedules=["dualpipe"], **links)
     each = [(7 * (a + b) / 100, 0.5 + (a + b) / 20) for a, b in ((10, 40), (20, 30))]
     assert two.timeline.update == pytest.approx([sum(each[n]) for n in (0, 1, 1, 0)])
     slow = dataclasses.replace(two.problem, speed=(1.0, 1.0, 1.0, 0.5))
     assert slow.timeline(two).update[3] == pytest.approx(2 * each[0][0] + each[0][1])
     assert bare.schedule in ("dualpipe", "chimera")  # which win, but for what follows
-    assert planned(found, links=links).schedule not in ("dualpipe", "chimera")
-    three = planned(found, schedules=["1f1b"], links=links, replicas=4, reduction_bandwidth=30.0)
+    assert planned(found, **links).schedule not in ("dualpipe", "chimera")
+    three = planned(found, schedules=["1f1b"], **links, replicas=4, reduction_bandwidth=30.0)
     reduced = tuple(1.5 * n / 30 for n in (10, 20, 30, 40))
     assert three.timeline.machine.reduction(4) == pytest.approx(reduced)
     assert three.timeline.update == pytest.approx(np.add(reduced, one.timeline.update))
@@ -338,8 +342,8 @@ def test_a_message_takes_as_long_whether_it_keeps_ranks_or_not(name):
     problem = problem_of(found, ranks=2, microbatches=16, schedules=[name])
     seconds = []
     for overhead in (0.0, 0.25, 0.5):
-        links = Links(latency=0.5, bandwidth=1e4, overhead=overhead)
-        plan = solve(dataclasses.replace(problem, links=links))
+        links = dict(latency=0.5, bandwidth=1e4, overhead=overhead)
+        plan = solve(dataclasses.replace(problem, **links))
         seconds.append(plan.seconds)
         costs: Any = plan.costs
         order = plan.order.table_for_ranks(2, 16).directions[0]

@@ -8,7 +8,8 @@ first `i` forwards for its tasks. All ranks together run all tasks of all microb
     T >= (microbatches * work + sum over i < ranks of the forwards of the first i layers) / ranks
 
 With `d` directions a stage is on at most `d` ranks, so it is the first `i // d` layers. Where ranks
-differ in speed, each term counts times a speed; the least sum has the fastest ranks begin first.
+differ in speed, each term counts times a speed; the least sum has the fastest ranks begin first. After
+its tasks a rank updates the parameters that it has, and each is on some rank.
 
 Where memory is limited, what a rank holds over time is an area, of at most its room times the time
 from its first start. A layer's activation is held from its forward over those behind it and their
@@ -40,15 +41,17 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
         49.5
     """
     layers, ranks, m = setting.layers, setting.ranks, setting.microbatches
-    fastest = max(setting.speed)
+    fastest = max(setting.speeds)
     forwards = sums(layers.forward)
-    heads = [forwards[i // directions] / fastest for i in range(ranks)]
-    speeds = sorted(setting.speed, reverse=True)
+    heads = [forwards[min(i // directions, layers.count)] / fastest for i in range(ranks)]
+    speeds = sorted(setting.speeds, reverse=True)
     # Where a backward has two forms, each layer counts by the form that takes less.
     work = [min(own) for own in zip(*map(layers.work, layers.forms), strict=True)]
     waiting = math.fsum(speed * head for speed, head in zip(speeds, heads, strict=True))
+    state = sum(layers.parameter_bytes)
+    update = setting.update_seconds(state) + min(speeds) * setting.reduction_seconds(state)
     best = max(
-        (m * math.fsum(work) + waiting) / sum(speeds),
+        (m * math.fsum(work) + waiting + update) / sum(speeds),
         m * max(work) / sum(speeds[:directions]),
     )
     if setting.memory_limit == math.inf or not any(layers.activation_bytes):
@@ -61,7 +64,7 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
     for n in reversed(range(layers.count)):
         there, back = there + layers.forward[n], back + least[n]
         area += layers.activation_bytes[n] * (there + back + last[n]) / fastest
-    state = setting.state_bytes * sum(layers.parameter_bytes)
+    state = setting.state_bytes * state
     room = ranks * setting.memory_limit - state
     late = 0.0 if state else setting.memory_limit * sum(heads)
     return max(best, (m * area + late) / room) if room > 0 else best

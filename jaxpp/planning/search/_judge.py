@@ -1,120 +1,98 @@
-"""The judge of a search: a list schedule, each rank at each moment the first task that may run.
-
-Backwards come first, then forwards, older microbatches before newer ones. A weight gradient fills
-the time in which nothing else can run; by some rules it comes before forwards, to free memory.
-Where memory is limited, a forward of any microbatch but the rank's oldest leaves room for one whole
-microbatch, so the oldest can always go on: no deadlock.
-"""
+"""The judge of a search: a list schedule, each rank at each moment the first task that may run."""
 
 import dataclasses
 import functools
-import heapq
 import math
-from heapq import heappop, heappush
+from collections.abc import Sequence
 
 from jaxpp.planning.search._setting import Choice, Setting
-from jaxpp.schedules import Kind, Table, Task
+from jaxpp.schedules import Kind, Table
+from jaxpp.schedules.simulator import Problem, Rule, list_schedule
 
-#: The rules that decide between tasks that may run: see `_order`. From `EAGER` on they are the same
+#: The rules that decide between tasks that may run: see `_rule`. From `EAGER` on they are the same
 #: again, with weight gradients before forwards.
 RULES = range(8)
 EAGER = 4
 
 
 @functools.lru_cache(maxsize=512)
-def _order(stages: int, directions: int, pairs: int, rule: int) -> tuple[list[int], list[int]]:
-    """Returns for each task its place in the order of a rule, and for each place its task.
+def _shape(
+    stages: int, directions: int, microbatches: int, halves: bool
+) -> tuple[Table, list[tuple[Kind, int]]]:
+    """Returns what problems of a size have in common: a table without orders, and the ops."""
+    count = stages * directions
+    kinds = (Kind.I, Kind.W) if halves else (Kind.B,)
+    ops = [(Kind.F, stage) for stage in range(count)]
+    ops += [(kind, stage) for kind in kinds for stage in reversed(range(count))]
+    turns = tuple(n % directions for n in range(microbatches))
+    placement = ((0,) * stages,) * directions
+    return Table((), stages, microbatches, placement, direction_of=turns), ops
 
-    A microbatch takes `2 * stages` steps along its direction: forwards, then backwards. Task
-    `pair * steps + step` is a step of a microbatch; a pair has one microbatch of each direction.
+
+@functools.lru_cache(maxsize=512)
+def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> Rule:
+    """Returns a rule: backwards come first, then forwards, older microbatches before newer ones.
+
+    A weight gradient fills the time in which nothing else can run; by some rules it comes before
+    forwards, to free memory. Of weight gradients that of the older microbatch comes first, or by
+    odd rules that of the later stage. Of forwards that of the older microbatch comes first, which is
+    the one that is further on its way, or by every other two rules that of the earlier stage.
     """
-    width = 2 * stages
-    steps = width * directions
-
-    def key(task: int):
-        pair, step = divmod(task, steps)
-        direction, at = divmod(step, width)
-        forward = at < stages
-        return (
-            forward,
-            *((pair, -at), (-at, pair), (pair, at), (-at if forward else pair, pair))[rule],
-            direction,
-        )
-
-    tasks = sorted(range(steps * pairs), key=key)
-    places = [0] * len(tasks)
-    for place, task in enumerate(tasks):
-        places[task] = place
-    return places, tasks
+    by_stage, breadth, weight = rule % 2, rule // 2 % 2, 1 if rule >= EAGER else 3
+    offsets, periods = [], []
+    for kind, own in _shape(stages, directions, directions, halves)[1]:
+        direction, stage = divmod(own, stages)
+        if kind is Kind.F:
+            first, (step, period) = 2, (stage * pairs, 1) if breadth else (-stage, 2 * stages)
+        elif kind is Kind.W:
+            first, (step, period) = weight, (-stage * pairs, 1) if by_stage else (-stage, 2 * stages)
+        else:
+            first, step, period = 0, stage, 2 * stages
+        offsets.append((first * 8 * stages * (pairs + 1) + step) * directions + direction)
+        periods.append(period * directions)
+    return Rule(offsets, periods)
 
 
-@dataclasses.dataclass
-class _Ranks:
-    """The bytes that the ranks hold, by microbatch, and their limits."""
-
-    held: list[float]
-    limits: list[float]
-    whole: list[float]
-    of: list[dict[int, float]]
-    unfinished: list[dict[int, int]]
-
-    def allows(self, rank: int, microbatch: int, more: float) -> bool:
-        """Tells whether a forward may run."""
-        left = self.unfinished[rank]
-        oldest = next(iter(left))
-        if microbatch == oldest:
-            return True
-        others = self.held[rank] - self.of[rank].get(oldest, 0.0)
-        return others + more + self.whole[rank] <= self.limits[rank]
-
-    def add(self, rank: int, microbatch: int, more: float) -> None:
-        """Notes a forward (`more` above 0), or the end of a microbatch on a stage (below)."""
-        self.held[rank] += more
-        own = self.of[rank]
-        own[microbatch] = own.get(microbatch, 0.0) + more
-
-    def end(self, rank: int, microbatch: int) -> None:
-        """Notes that a stage has done all of a microbatch."""
-        left = self.unfinished[rank]
-        left[microbatch] -= 1
-        if not left[microbatch]:
-            del left[microbatch]
-            self.held[rank] -= self.of[rank].pop(microbatch, 0.0)  # what rounding has left
-
-
-def _memory(setting: Setting, choice: Choice, kept: list[float], pairs: int) -> _Ranks | None:
-    """Starts with nothing held; None where a rank has no room for one microbatch."""
-    ranks, directions = range(setting.ranks), len(choice.placement)
-    limits = [setting.memory_limit * (1 + 1e-9) - own for own in setting.resident(choice)]
-    whole = [0.0] * setting.ranks
-    counts = [[0] * directions for _ in ranks]
-    for direction, stages in enumerate(choice.placement):
-        each = [0.0] * setting.ranks
-        for rank, own in zip(stages, kept, strict=True):
-            each[rank] += own
-            counts[rank][direction] += 1
-        whole = list(map(max, whole, each))
-    if any(own > limit for own, limit in zip(whole, limits, strict=True)):
-        return None
-    unfinished = [
-        {
-            pair * directions + d: counts[rank][d]
-            for pair in range(pairs)
-            for d in range(directions)
-            if counts[rank][d]
-        }
-        for rank in ranks
-    ]
-    return _Ranks([0.0] * setting.ranks, limits, whole, [{} for _ in ranks], unfinished)
+def problem_of(setting: Setting, choice: Choice) -> Problem:
+    """Makes the tasks of a choice in numbers, as `make_problem` would from its costs."""
+    directions, stages = len(choice.placement), choice.num_stages
+    m, count = setting.microbatches // directions, stages * directions
+    table, ops = _shape(stages, directions, setting.microbatches, choice.halves)
+    parts = setting.times(choice)
+    ranks = [rank for own in choice.placement for rank in own]
+    speeds = [setting.speeds[rank] for rank in ranks]
+    kept = setting.of_stages("activation_bytes", choice) * directions
+    by_op = [own * directions for own in (parts if choice.halves else parts[:2])]
+    op_rank, time = ranks[:], []
+    for own in by_op[1:]:
+        op_rank += ranks[::-1]
+    for n, own in enumerate(by_op):
+        each = [t / s for t, s in zip(own, speeds, strict=True)]
+        for t in reversed(each) if n else each:
+            time += [t] * m
+    delays = setting.delays(choice) if setting.latency or setting.layers.crossing else None
+    outputs: list[list[tuple[int, Sequence[float]]]] = [[] for _ in ops]
+    here = (0.0,) * m
+    for forward in range(count):
+        back, stage = 2 * count - 1 - forward, forward % stages
+        if stage:
+            apart = delays is not None and ranks[forward - 1] != ranks[forward]
+            there = (delays[stage - 1],) * m if apart and delays else here
+            outputs[forward - 1].append((forward, there))
+            outputs[back].append((back + 1, there))
+        if stage == stages - 1:
+            outputs[forward].append((back, here))
+        if choice.halves:
+            outputs[back].append((back + count, here))
+    change, limits = [0.0] * len(time), [math.inf] * setting.ranks
+    if setting.memory_limit < math.inf:
+        change = [own for own in kept for _ in range(m)] + [0.0] * (len(time) - 2 * count * m)
+        change += [-own for own in reversed(kept) for _ in range(m)]
+        limits = [setting.memory_limit * (1 + 1e-9) - own for own in setting.resident(choice)]
+    return Problem(table, ops, op_rank, time, change, limits, outputs)
 
 
-def judge(
-    setting: Setting,
-    choice: Choice,
-    most: float = math.inf,
-    rule: int = 0,
-    orders: list[list[tuple[int, int]]] | None = None,
-) -> float:
+def judge(setting: Setting, choice: Choice, most: float = math.inf, rule: int = 0) -> float:
     """Returns the time of a choice under the rule; infinite where it is more than `most`.
 
     Args:
@@ -122,174 +100,27 @@ def judge(
         choice: the cut and the placement.
         most: a time from which on the choice is of no interest.
         rule: one of `RULES`.
-        orders: a list for each rank, which gets its tasks: a step and a pair of microbatches; for a
-            weight gradient the step is that of its input gradient, less all steps.
     """
-    placement, stages = choice.placement, choice.num_stages
-    directions = len(placement)
-    pairs, width = setting.microbatches // directions, 2 * stages
-    steps = width * directions
-    places, tasks = _order(stages, directions, pairs, rule % EAGER)
-    eager = rule >= EAGER
-    forward, first, rest = (setting.of_stages(own, choice) for own in setting.sums[choice.halves])
-    delays = setting.delays(choice)
-    update = setting.update(choice)
-    kept = setting.of_stages(setting.activations, choice)
-    memory = None
-    if setting.memory_limit < math.inf:
-        memory = _memory(setting, choice, kept, pairs)
-        if memory is None:
-            return math.inf
-    rank_of: list[int] = []
-    times: list[float] = []
-    lags: list[float] = []
-    left = [most - own for own in update]
-    for own in placement:
-        rank_of += own
-        rank_of += own[::-1]
-        speeds = [setting.speed[rank] for rank in own]
-        times += [t / s for t, s in zip(forward, speeds, strict=True)]
-        times += [t / s for t, s in zip(reversed(first), reversed(speeds), strict=True)]
-        hops = [d if a != b else 0.0 for d, a, b in zip(delays, own, own[1:], strict=False)]
-        lags += [*hops, 0.0, *reversed(hops), 0.0]
-        for stage, rank in enumerate(own):
-            work = forward[stage] + first[stage] + rest[stage]
-            left[rank] -= pairs * work / setting.speed[rank]
-    far = any(lags)
-    since, idle = [0.0] * setting.ranks, [True] * setting.ranks
-    ready: list[list[int]] = [[] for _ in idle]
-    late: list[list[int]] = [[] for _ in idle]  # tasks whose weight gradients are to be run
-    for direction, own in enumerate(placement):
-        for pair in range(pairs):
-            heappush(ready[own[0]], places[pair * steps + direction * width])
-    # What happens next: a rank ends a task, or a result arrives (with the task as -1 - task).
-    events: list[tuple[float, int, int]] = []
-    now, free = 0.0, list(range(setting.ranks))
-    while True:
-        for rank in free:
-            if not idle[rank]:
-                continue
-            own = ready[rank]
-            if eager and late[rank] and not (own and tasks[own[0]] % width >= stages):
-                task = -1
-            else:
-                task = _take(own, tasks, steps, width, stages, memory, rank, kept, directions)
-            if task >= 0:
-                end = now + times[task % steps]
-                if orders is not None:
-                    orders[rank].append((task % steps, task // steps))
-            elif late[rank]:
-                task = late[rank].pop(0)
-                step = task % steps
-                end = now + rest[width - 1 - step % width] / setting.speed[rank]
-                if orders is not None:
-                    orders[rank].append((step - steps, task // steps))
-                task += len(tasks)
-            else:
-                continue
-            idle[rank] = False
-            if now > since[rank]:
-                left[rank] -= now - since[rank]
-                if left[rank] < 0.0:
-                    return math.inf
-            since[rank] = end
-            heappush(events, (end, rank, task))
-        if not events:
-            break
-        free = []
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, rank, task = heappop(events)
-            free.append(rank)
-            if task < 0:  # a result has arrived
-                heappush(ready[rank], places[-1 - task])
-                continue
-            idle[rank] = True
-            if task >= len(tasks):  # a weight gradient has ended
-                if memory is not None:
-                    _free(memory, task - len(tasks), rank, steps, width, kept, directions)
-                continue
-            step = task % steps
-            at = step % width
-            if at >= stages and choice.halves:
-                late[rank].append(task)
-            elif at >= stages and memory is not None:
-                _free(memory, task, rank, steps, width, kept, directions)
-            if at != width - 1:
-                target = rank_of[step + 1]
-                if far and lags[step]:
-                    heappush(events, (now + lags[step], target, -2 - task))
-                else:
-                    heappush(ready[target], places[task + 1])
-                    free.append(target)
-    return max(end + own for end, own in zip(since, update, strict=True))
-
-
-def _take(
-    ready: list[int],
-    tasks: list[int],
-    steps: int,
-    width: int,
-    stages: int,
-    memory: _Ranks | None,
-    rank: int,
-    kept: list[float],
-    directions: int,
-) -> int:
-    """Takes the first task that may run; gives -1 where there is none."""
-    if not ready:
-        return -1
-    if memory is None:
-        return tasks[heappop(ready)]
-    for place in sorted(ready):
-        task = tasks[place]
-        step = task % steps
-        stage = step % width
-        if stage < stages:
-            microbatch = task // steps * directions + step // width
-            if not memory.allows(rank, microbatch, kept[stage]):
-                continue
-            memory.add(rank, microbatch, kept[stage])
-        ready.remove(place)
-        heapq.heapify(ready)
-        return task
-    return -1
-
-
-def _free(
-    memory: _Ranks,
-    task: int,
-    rank: int,
-    steps: int,
-    width: int,
-    kept: list[float],
-    directions: int,
-) -> None:
-    pair, step = divmod(task, steps)
-    microbatch = pair * directions + step // width
-    memory.add(rank, microbatch, -kept[width - 1 - step % width])
-    memory.end(rank, microbatch)
+    return _scheduled(setting, choice, most, rule)[0]
 
 
 def table_of(setting: Setting, choice: Choice, rule: int) -> Table:
     """Returns the table that `judge` has timed: microbatch `i` takes direction `i % directions`."""
-    orders: list[list[tuple[int, int]]] = [[] for _ in range(setting.ranks)]
-    judge(setting, choice, rule=rule, orders=orders)
-    directions, stages = len(choice.placement), choice.num_stages
-    width = 2 * stages
-    ranks = []
-    for order in orders:
-        own = []
-        for step, pair in order:
-            direction, at = divmod(step % (width * directions), width)
-            microbatch = pair * directions + direction
-            if step < 0 and not choice.halves:
-                continue
-            kind = Kind.W if step < 0 else Kind.I if choice.halves else Kind.B
-            kind, stage = (Kind.F, at) if at < stages else (kind, width - 1 - at)
-            own.append(Task(kind, stage, microbatch))
-        ranks.append(tuple(own))
-    return Table(
-        tuple(ranks), stages, setting.microbatches, choice.placement,
-        direction_of=tuple(n % directions for n in range(setting.microbatches)),
-    )  # fmt: skip
+    _, problem, orders = _scheduled(setting, choice, math.inf, rule)
+    return dataclasses.replace(problem.to_table(orders), placement=choice.placement)
+
+
+def _scheduled(
+    setting: Setting, choice: Choice, most: float, rule: int
+) -> tuple[float, Problem, list[list[int]]]:
+    problem, m = problem_of(setting, choice), setting.microbatches // len(choice.placement)
+    update = list(map(sum, zip(*setting.update(choice), strict=True)))
+    room = [most * (1 + 1e-12) - own for own in update]
+    for op, rank in enumerate(problem.op_rank):
+        room[rank] -= m * problem.time[op * m]
+    own = _rule(choice.num_stages, len(choice.placement), m, choice.halves, rule)
+    found = list_schedule(problem, own, room) if min(room) >= 0 else None
+    if found is None:
+        return math.inf, problem, []
+    orders, ends = found
+    return max(map(sum, zip(ends, update, strict=True))), problem, orders

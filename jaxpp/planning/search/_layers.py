@@ -18,6 +18,9 @@ class Layers:
         activation_bytes: what each layer keeps from its forward until its weight gradient.
         parameter_bytes: what each layer has of parameters.
         crossing: the bytes that cross from each layer, but the last, to the next one.
+        temporary_bytes: what a task of each layer needs while it runs, beside all that.
+        copy: the time in which what each layer keeps goes to the memory of the host, or back; none
+            where nobody knows.
         names: a name for each layer, as `split_stages(at=)` takes it.
 
     Raises:
@@ -37,6 +40,8 @@ class Layers:
     activation_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
     crossing: tuple[float, ...] = ()
+    temporary_bytes: tuple[float, ...] = ()
+    copy: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,21 +1,19 @@
 """`plan_layers`: a plan of a chain of layers from its costs alone, as a value."""
 
 import dataclasses
-import itertools
-import json
 import math
 import os
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
+from jaxpp.planning import _files
 from jaxpp.planning.search._bound import lower_bound
 from jaxpp.planning.search._layers import Layers
-from jaxpp.planning.search._rounds import find
-from jaxpp.planning.search._setting import Choice, Setting
-from jaxpp.schedules import FromTable, Table, Timeline, check, from_csv, plot, simulate, to_csv
+from jaxpp.planning.search._search import find
+from jaxpp.planning.search._setting import Choice, Options, Setting
+from jaxpp.schedules import FromTable, Table, Timeline, check, plot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +42,17 @@ class LayersPlan:
     lower_bound: float
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     @property
     def units(self) -> tuple[int, ...]:
         """The number of layers of each stage."""
-        return tuple(b - a for a, b in itertools.pairwise(self.choice.cuts))
+        return self.choice.units
+
+    @property
+    def parameter_bytes(self) -> tuple[float, ...]:
+        """The bytes of parameters that each rank holds; with two directions most are on two."""
+        return tuple(self.setting.parameters(self.choice))
 
     @property
     def cuts(self) -> list[str]:
@@ -84,11 +87,7 @@ class LayersPlan:
     @property
     def timeline(self) -> Timeline:
         """The times of the tasks, and what ranks hold."""
-        setting, choice = self.setting, self.choice
-        return simulate(
-            self.table, setting.costs(choice), memory=setting.memory(choice),
-            machine=setting.machine(choice),
-        )  # fmt: skip
+        return self.setting.timeline(self.table, self.choice)
 
     def check(self) -> None:
         """Checks that the table is sound, fits, and takes the time that the plan says.
@@ -125,6 +124,9 @@ class LayersPlan:
         for n, ranks in enumerate(self.placement):
             name = f" in direction {n}" if len(self.placement) > 1 else ""
             lines.append(f"rank of each stage{name}: {', '.join(map(str, ranks))}")
+        if any(self.parameter_bytes):
+            held = (f"{own:.4g}" for own in self.parameter_bytes)
+            lines.append(f"bytes of parameters of each rank: {', '.join(held)}")
         if any(timeline.peak_memory):
             held = (f"{own:.4g}" for own in timeline.peak_memory)
             lines.append(f"most bytes of each rank: {', '.join(held)}")
@@ -132,11 +134,7 @@ class LayersPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON."""
-        setting = dataclasses.asdict(self.setting)
-        numbers = {"time": self.time, "lower_bound": self.lower_bound}
-        fields = {"setting": setting, "choice": dataclasses.asdict(self.choice), **numbers}
-        whole = {"jaxpp_layers_plan": self.VERSION, **fields, "table": to_csv(self.table)}
-        pathlib.Path(path).write_text(json.dumps(whole, indent=2))
+        _files.write(path, "layers_plan", self.VERSION, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "LayersPlan":
@@ -145,28 +143,7 @@ class LayersPlan:
         Raises:
             ValueError: the file is no plan of layers, or of another version.
         """
-        try:
-            found = _tuples(json.loads(pathlib.Path(path).read_text()))
-            version = found.pop("jaxpp_layers_plan")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{path} is no plan of layers; make one: plan_layers(...).") from None
-        if version != LayersPlan.VERSION:
-            raise ValueError(
-                f"{path} is a plan of version {version}, and this jaxpp reads version "
-                f"{LayersPlan.VERSION}; make it anew: plan_layers(...)."
-            )
-        layers = Layers(**found["setting"].pop("layers"))
-        setting, choice = Setting(layers, **found.pop("setting")), Choice(**found.pop("choice"))
-        count = len(choice.placement)
-        directions = [n % count for n in range(setting.microbatches)]
-        table = from_csv(found.pop("table"), placement=choice.placement, direction_of=directions)
-        return LayersPlan(setting, choice, table, **found)
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(map(_tuples, value))
-    return {k: _tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return _files.read(path, "layers_plan", LayersPlan.VERSION, LayersPlan)
 
 
 def plan_layers(
@@ -174,16 +151,12 @@ def plan_layers(
     *,
     ranks: int,
     microbatches: int,
-    memory_limit: float = math.inf,
-    state_bytes: float = 4.0,
-    latency: float = 0.0,
-    bandwidth: float = math.inf,
-    speed: float | Sequence[float] = 1.0,
     directions: Sequence[int] = (1, 2),
-    tries: int = 20_000,
+    tries: int = 100_000,
     seed: int = 0,
     time_limit: float = math.inf,
     progress: bool | None = None,
+    **options: Unpack[Options],
 ) -> LayersPlan:
     """Chooses cut, placement and order together, from costs alone: no model, no JAX.
 
@@ -194,11 +167,6 @@ def plan_layers(
         layers: the costs of the layers.
         ranks: the number of ranks.
         microbatches: their number.
-        memory_limit: the bytes that a rank has; by default no limit.
-        state_bytes: the bytes that a rank holds for each byte of parameters.
-        latency: what a message takes whatever its size.
-        bandwidth: the bytes that move from one rank to another in a unit of time.
-        speed: the speed of a rank, or of each rank; tasks take their time divided by it.
         directions: the numbers of directions to try: `(1,)`, `(2,)` or both. Two need an even
             number of microbatches, and parameters on two ranks.
         tries: how many cuts and placements to judge. The same tries and seed give the same plan on
@@ -206,6 +174,7 @@ def plan_layers(
         seed: of all random choices.
         time_limit: seconds after which the search ends with what it has.
         progress: whether to show the tries and the best time; by default on a terminal.
+        **options: the machine; see `jaxpp.planning.Options`.
 
     Returns:
         The plan.
@@ -220,15 +189,8 @@ def plan_layers(
         >>> plan.lower_bound <= plan.time < 65
         True
     """
-    if not set(directions) <= {1, 2} or not directions or tries < 1:
-        raise ValueError(
-            f"plan_layers: directions are 1, 2 or both, and tries is at least 1, got "
-            f"{tuple(directions)} and {tries}."
-        )
-    speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
-    setting = Setting(
-        layers, ranks, microbatches, memory_limit, state_bytes, latency, bandwidth, speeds
-    )
+    setting = Setting(layers, ranks, microbatches, **options)
+    _check_search(setting, directions, tries)
     shown = sys.stderr.isatty() if progress is None else progress
 
     def report(tried: int, best: float) -> None:
@@ -242,11 +204,24 @@ def plan_layers(
     if shown:
         print(file=sys.stderr)
     if found is None:
-        state = state_bytes * sum(layers.parameter_bytes) / ranks
+        state = setting.state_bytes * sum(layers.parameter_bytes) / ranks
         raise ValueError(
-            f"plan_layers: no plan was found that fits into {memory_limit:g} a rank; parameters "
-            f"and what goes with them take at least {state:g} a rank. Use more ranks, smaller "
-            f"microbatches, one direction, or more tries."
+            f"plan_layers: no plan was found that fits into {setting.memory_limit:g} a rank; "
+            f"parameters and what goes with them take at least {state:g} a rank. Use more ranks, "
+            f"smaller microbatches, one direction, or more tries."
         )
     bound = lower_bound(setting, max(directions))
     return LayersPlan(setting, found.choice, found.table, found.time, min(bound, found.time))
+
+
+def _check_search(setting: Setting, directions: Sequence[int], tries: int) -> None:
+    if not set(directions) <= {1, 2} or not directions or tries < 1:
+        raise ValueError(
+            f"plan_layers: directions are 1, 2 or both, and tries is at least 1, got "
+            f"{tuple(directions)} and {tries}."
+        )
+    if setting.layers.count < setting.ranks:
+        raise ValueError(
+            f"plan_layers: {setting.ranks} ranks need as many layers, got {setting.layers.count}; "
+            f"use fewer ranks."
+        )

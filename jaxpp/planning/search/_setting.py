@@ -1,48 +1,94 @@
-"""A setting is all that a search follows from; a choice is a cut and a placement in it."""
+"""A setting is all that a plan follows from; a choice is a cut and a placement in it."""
 
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import TypedDict
 
 from jaxpp.planning.search._layers import Layers, sums
-from jaxpp.schedules import Costs, Kind, Machine, Memory, Task
+from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, simulate
+
+
+class Options(TypedDict, total=False):
+    """The machine that a plan is for.
+
+    Args:
+        memory_limit: the bytes that a device of a rank has, for parameters, what goes with them,
+            activations, and what tasks need while they run; by default no limit.
+        state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their
+            gradients and the optimizer's state. Adam has 4, or 5 for bfloat16 parameters, whose
+            gradients add up in float32.
+        latency: what a message takes whatever its size.
+        bandwidth: the bytes of messages that go from one rank to another in a unit of time.
+        overhead: the share of a message's time for which it keeps the rank that sends it from its
+            tasks; the rank that receives it is kept as long. It is 0 where links work beside
+            devices, and up to 0.5 where the cores that run tasks move messages, too.
+        speed: the speed of a rank, or of each rank; tasks take their time divided by it.
+        replicas: the number of replicas, each with devices and microbatches of its own.
+        reduction_bandwidth: the bytes of gradients that a device exchanges with its replicas in a
+            unit of time, once a step.
+        memory_bandwidth: the bytes that an update of the parameters reads or writes in a unit of
+            time.
+    """
+
+    memory_limit: float
+    state_bytes: float
+    latency: float
+    bandwidth: float
+    overhead: float
+    speed: float | Sequence[float]
+    replicas: int
+    reduction_bandwidth: float
+    memory_bandwidth: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A cut, the placement of its stages, and the form of backwards.
+    """A cut, the placement of its stages, the form of backwards, and what stages keep.
 
     Args:
         cuts: the first layer of each stage, and the number of layers.
         placement: for each direction, the rank of each stage.
         halves: whether backwards are run as their halves.
+        ways: for each stage, what becomes of its activations before its backward: they are kept,
+            `""`, computed again, `"R"`, or in the memory of the host meanwhile, `"O"`; by default
+            all are kept.
+        ahead: how many tasks ahead they are loaded from there, as in `jaxpp.schedules.Offload`.
     """
 
     cuts: tuple[int, ...]
     placement: tuple[tuple[int, ...], ...]
     halves: bool = True
+    ways: tuple[str, ...] = ()
+    ahead: int = 1
 
     @property
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.cuts) - 1
 
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return tuple(b - a for a, b in itertools.pairwise(self.cuts))
+
+    def stages_that(self, way: str) -> list[int]:
+        """Returns the stages whose activations are computed again, `"R"`, or offloaded, `"O"`."""
+        return [stage for stage, own in enumerate(self.ways) if own == way]
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Layers, and the machine that they are to run on.
+    """Layers, and the machine that they are to run on; for the other fields see `Options`.
 
     Args:
         layers: the costs of the layers.
         ranks: the number of ranks.
         microbatches: their number.
-        memory_limit: the bytes that a rank has.
-        state_bytes: the bytes that a rank holds for each byte of parameters.
-        latency: what a message takes whatever its size.
-        bandwidth: the bytes that move in a unit of time.
-        speed: the speed of each rank.
+        is_fed: whether nobody reads the gradient of what the first stage is fed, so that all of its
+            backward is its weight gradient.
     """
 
     layers: Layers
@@ -52,55 +98,83 @@ class Setting:
     state_bytes: float = 4.0
     latency: float = 0.0
     bandwidth: float = math.inf
-    speed: tuple[float, ...] = ()
+    overhead: float = 0.0
+    speed: float | Sequence[float] = 1.0
+    replicas: int = 1
+    reduction_bandwidth: float = math.inf
+    memory_bandwidth: float = math.inf
+    is_fed: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "speed", tuple(self.speed) or (1.0,) * self.ranks)
-        positive = {"ranks": self.ranks, "microbatches": self.microbatches,
-                    "memory_limit": self.memory_limit, "bandwidth": self.bandwidth,
-                    **{f"speed of rank {r}": own for r, own in enumerate(self.speed)}}  # fmt: skip
+        speed = self.speed
+        speeds = (float(speed),) * self.ranks if isinstance(speed, int | float) else tuple(speed)
+        object.__setattr__(self, "speed", speeds)
+        positive = {name: getattr(self, name) for name in (
+            "ranks", "microbatches", "memory_limit", "bandwidth", "replicas",
+            "reduction_bandwidth", "memory_bandwidth",
+        )} | {f"speed of rank {r}": own for r, own in enumerate(speeds)}  # fmt: skip
         for name, value in positive.items():
             if not value > 0:
-                raise ValueError(
-                    f"plan_layers: the {name} is a positive number, got {value!r}; give one."
-                )
+                raise ValueError(f"plan: the {name} is a positive number, got {value!r}; give one.")
         for name in ("state_bytes", "latency"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"plan_layers: {name} is finite and not negative, got {getattr(self, name)!r}."
+                    f"plan: {name} is finite and not negative, got {getattr(self, name)!r}."
                 )
-        if len(self.speed) != self.ranks:
+        if not 0 <= self.overhead <= 0.5:
+            raise ValueError(f"plan: overhead is a share from 0 to 0.5, got {self.overhead!r}.")
+        if len(speeds) != self.ranks:
             raise ValueError(
-                f"plan_layers: speed is one number or one for each rank, got {len(self.speed)} "
-                f"for {self.ranks} ranks."
-            )
-        if self.layers.count < self.ranks:
-            raise ValueError(
-                f"plan_layers: {self.ranks} ranks need as many layers, got {self.layers.count}; "
-                f"use fewer ranks."
+                f"plan: speed is one number or one for each rank, got {len(speeds)} for "
+                f"{self.ranks} ranks."
             )
 
     @functools.cached_property
-    def sums(self) -> dict[bool, tuple[list[float], list[float], list[float]]]:
-        """For each form of a backward, the sums of the first layers' times, part by part."""
+    def speeds(self) -> tuple[float, ...]:
+        """The speed of each rank."""
+        speeds = self.speed
+        assert isinstance(speeds, tuple)
+        return speeds
+
+    @functools.cached_property
+    def sums(self) -> dict[str, list[float]]:
+        """For each field of the layers, the sums of the first ones."""
+        layers = self.layers
         return {
-            halves: tuple(map(sums, self.layers.parts(halves)))  # pyright: ignore
-            for halves in self.layers.forms
-        }
+            name: sums(getattr(layers, name) or (0.0,) * layers.count)
+            for name in ("forward", "input_grad", "weight_grad", "activation_bytes",
+                         "parameter_bytes", "copy")
+        } | {
+            "backward": sums(layers.parts(False)[1]),
+            "whole": sums(layers.work(False)),
+            "halves": sums(layers.work(bool(layers.input_grad))),
+        }  # fmt: skip
 
-    @functools.cached_property
-    def activations(self) -> list[float]:
-        """The sums of what the first layers keep."""
-        return sums(self.layers.activation_bytes or (0.0,) * self.layers.count)
+    def of_stages(self, name: str, choice: Choice) -> list[float]:
+        """Returns for each stage what its layers have together of a field."""
+        totals, cuts = self.sums[name], choice.cuts
+        return [totals[b] - totals[a] for a, b in itertools.pairwise(cuts)]
 
-    @functools.cached_property
-    def parameters(self) -> list[float]:
-        """The sums of the first layers' parameters."""
-        return sums(self.layers.parameter_bytes or (0.0,) * self.layers.count)
+    def times(self, choice: Choice) -> tuple[list[float], list[float], list[float]]:
+        """Returns the times of stages: of forwards, of what the stage before waits for, of the rest.
 
-    def of_stages(self, totals: Sequence[float], choice: Choice) -> list[float]:
-        """Returns for each stage what its layers have together, from the sums of the first ones."""
-        return [totals[b] - totals[a] for a, b in itertools.pairwise(choice.cuts)]
+        A message keeps the ranks at both ends from their tasks for its overhead; it is the same for
+        both directions.
+        """
+        forward = self.of_stages("forward", choice)
+        first = self.of_stages("input_grad" if choice.halves else "backward", choice)
+        rest = self.of_stages("weight_grad", choice) if choice.halves else [0.0] * len(forward)
+        if self.overhead:
+            around = [0.0] * len(forward)
+            hops = itertools.pairwise(choice.placement[0])
+            for n, ((a, b), edge) in enumerate(zip(hops, self.edges(choice), strict=True)):
+                kept = self.overhead * (self.latency + edge / self.bandwidth) if a != b else 0.0
+                around[n] += kept
+                around[n + 1] += kept
+            forward, first = ([a + b for a, b in zip(own, around)] for own in (forward, first))
+        if self.is_fed and choice.halves:
+            first[0], rest[0] = 0.0, first[0] + rest[0]
+        return forward, first, rest
 
     def edges(self, choice: Choice) -> list[float]:
         """Returns the bytes that go from each stage, but the last, to the next one."""
@@ -108,50 +182,101 @@ class Setting:
         return [crossing[cut - 1] if crossing else 0.0 for cut in choice.cuts[1:-1]]
 
     def delays(self, choice: Choice) -> list[float]:
-        """Returns the time of a message from each stage, but the last, to the next one."""
-        return [self.latency + edge / self.bandwidth for edge in self.edges(choice)]
+        """Returns the time of a message from each stage, but the last, beside its overhead."""
+        beside = 1 - 2 * self.overhead
+        return [beside * (self.latency + edge / self.bandwidth) for edge in self.edges(choice)]
 
-    def resident(self, choice: Choice) -> list[float]:
-        """Returns what each rank holds all the time."""
-        parameters = self.of_stages(self.parameters, choice)
+    def parameters(self, choice: Choice) -> list[float]:
+        """Returns the bytes of parameters that each rank holds, each copy for itself."""
         held = [0.0] * self.ranks
-        for stages in choice.placement:
-            for rank, own in zip(stages, parameters, strict=True):
-                held[rank] += self.state_bytes * own
+        own = self.of_stages("parameter_bytes", choice)
+        for stage, ranks in enumerate(zip(*choice.placement, strict=True)):
+            for rank in set(ranks):
+                held[rank] += own[stage]
         return held
 
-    def update(self, choice: Choice) -> list[float]:
-        """Returns the time in which each rank sums the gradients of stages that two ranks have."""
-        times = [0.0] * self.ranks
-        if len(choice.placement) > 1 and self.layers.parameter_bytes:
-            parameters = self.of_stages(self.parameters, choice)
-            for own, ranks in zip(parameters, zip(*choice.placement, strict=True), strict=True):
-                for rank in set(ranks) if len(set(ranks)) > 1 else ():
-                    times[rank] += self.latency + own / self.bandwidth
-        return times
+    def resident(self, choice: Choice) -> list[float]:
+        """Returns what each rank holds all the time, and its largest task while it runs."""
+        held = [self.state_bytes * own for own in self.parameters(choice)]
+        if temporary := self.layers.temporary_bytes:
+            largest = [0.0] * self.ranks
+            for ranks in choice.placement:
+                for (a, b), rank in zip(itertools.pairwise(choice.cuts), ranks, strict=True):
+                    largest[rank] = max(largest[rank], *temporary[a:b])
+            held = list(map(sum, zip(held, largest, strict=True)))
+        return held
+
+    def update(self, choice: Choice) -> tuple[list[float], list[float]]:
+        """Returns for each rank two times after its tasks: to add up gradients, and to update.
+
+        Gradients are added up where two ranks have a stage, and with replicas, in a ring (Patarasuk
+        and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009). An update reads all
+        of the state, and writes all but gradients.
+        """
+        added, updated = [0.0] * self.ranks, [0.0] * self.ranks
+        if not self.layers.parameter_bytes:
+            return added, updated
+        own = self.of_stages("parameter_bytes", choice)
+        for stage, ranks in enumerate(zip(*choice.placement, strict=True)):
+            for rank in set(ranks) if len(set(ranks)) > 1 else ():
+                added[rank] += own[stage] / self.bandwidth
+                updated[rank] += self.latency
+        for rank, (held, speed) in enumerate(zip(self.parameters(choice), self.speeds, strict=True)):
+            added[rank] += self.reduction_seconds(held)
+            updated[rank] += self.update_seconds(held) / speed
+        return added, updated
+
+    def reduction_seconds(self, parameter_bytes: float) -> float:
+        """Returns the time in which replicas add up gradients of so many bytes."""
+        sent = 2 * parameter_bytes * (self.replicas - 1) / self.replicas
+        return sent / self.reduction_bandwidth
+
+    def update_seconds(self, parameter_bytes: float) -> float:
+        """Returns the time of an update on a rank of speed 1."""
+        return max(0.0, 2 * self.state_bytes - 1) * parameter_bytes / self.memory_bandwidth
 
     def costs(self, choice: Choice) -> Costs:
         """Returns the costs of the stages, for `simulate`."""
-        forward, first, rest = (self.of_stages(own, choice) for own in self.sums[choice.halves])
-        edges = [*self.edges(choice), 0.0]
+        has_halves = bool(self.layers.input_grad)
+        whole = dataclasses.replace(choice, halves=False)
+        forward, first, rest = self.times(dataclasses.replace(choice, halves=has_halves))
+        edges, beside = [*self.edges(choice), 0.0], 1 - 2 * self.overhead
 
         def sent(task: Task) -> float:
             return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
 
+        copies = tuple(self.of_stages("copy", choice)) if self.layers.copy else math.inf
+        backward = tuple(self.times(whole)[1]) if has_halves and self.layers.backward else None
         return Costs(
-            tuple(forward), tuple(first), tuple(rest),
-            latency=self.latency, bandwidth=self.bandwidth, edge_bytes=sent, per="stage",
+            tuple(forward), tuple(first), tuple(rest), backward,
+            latency=beside * self.latency,
+            bandwidth=self.bandwidth / beside if beside else math.inf,
+            edge_bytes=sent, offload=copies, load=copies, per="stage",
         )  # fmt: skip
 
     def memory(self, choice: Choice) -> Memory:
         """Returns what the tasks hold, for `simulate`."""
-        kept = self.of_stages(self.activations, choice)
-        return Memory(tuple(kept), 0.0, tuple(-own for own in kept), per="stage")
+        kept = self.of_stages("activation_bytes", choice)
+        # A stage that computes again keeps its input; the first one's is the batch.
+        inputs = (0.0, *self.edges(choice))
+        again = tuple(max(0.0, k - i) for k, i in zip(kept, inputs, strict=True))
+        freed = tuple(-own for own in kept)
+        return Memory(tuple(kept), 0.0, freed, recompute=again, per="stage")
 
     def machine(self, choice: Choice) -> Machine:
         """Returns the ranks, for `simulate`."""
+        added, updated = self.update(choice)
         return Machine(
-            speed=self.speed,
+            speed=self.speeds,
             resident=tuple(self.resident(choice)),
-            optimizer=tuple(self.update(choice)),
+            gradient_bytes=tuple(added),  # two kinds of links: these are times
+            reduction_bandwidth=1.0,
+            optimizer=tuple(updated),
         )
+
+    def timeline(self, table: Table, choice: Choice) -> Timeline:
+        """Simulates a table; the executor runs the tasks of a pair one after the other."""
+        return simulate(
+            table, self.costs(choice), memory=self.memory(choice), machine=self.machine(choice),
+            overlap="none",
+        )  # fmt: skip

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._execute import number, run
+from jaxpp.schedules._execute import execute, number
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, Task
 
@@ -308,7 +308,7 @@ def _squeeze(slots: Slots) -> Slots:
     ranks = tuple(map(tuple, _orders(slots)))
     microbatches = 1 + max(task.microbatch for task in ranks[0])
     numbered = number(Table(ranks, 2 * len(slots), microbatches))
-    starts = run(numbered, [float(_LENGTH[task.kind]) for task in numbered.tasks]).starts
+    starts = execute(numbered, [float(_LENGTH[task.kind]) for task in numbered.tasks]).starts
     squeezed: Slots = [{} for _ in slots]
     for task, rank, start in zip(numbered.tasks, numbered.rank_of, starts, strict=True):
         squeezed[rank][task] = int(start)

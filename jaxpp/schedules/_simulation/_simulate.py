@@ -9,7 +9,7 @@ from typing import Literal
 
 from jaxpp.schedules._check import explain_blocks
 from jaxpp.schedules._costs import Costs, Memory, of_each, placement_of
-from jaxpp.schedules._execute import Dependencies, Sends, number, run
+from jaxpp.schedules._execute import Dependencies, Sends, execute, number
 from jaxpp.schedules._simulation._machine import Machine
 from jaxpp.schedules._table import Table, Task
 
@@ -250,7 +250,7 @@ def simulate(
             machine.shared_links,
             machine.blocking_sends,
         )
-    result = run(
+    result = execute(
         numbered,
         times,
         None if costs.moves_for_free else _delays(costs, tasks, rank_of),

@@ -1,2 +1,3 @@
+from jaxpp.schedules._synthesis._synthesize import SearchOptions as SearchOptions
 from jaxpp.schedules._synthesis._synthesize import Synthesis as Synthesis
 from jaxpp.schedules._synthesis._synthesize import synthesize as synthesize

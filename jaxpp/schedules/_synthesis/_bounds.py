@@ -53,7 +53,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._synthesis._problem import Problem
+from jaxpp.schedules.simulator import Problem
 
 #: The number of last tasks of each op whose heads count where earlier tasks are added up.
 _RECENT = 6
@@ -142,11 +142,7 @@ def _ops(problem: Problem) -> _Ops:
     m, count = problem.num_microbatches, len(problem.ops)
     time = [min(problem.time[op * m : op * m + m]) for op in range(count)]
     change = [min(problem.change[op * m : op * m + m]) for op in range(count)]
-    inputs: list[list[tuple[int, float]]] = [[(need, 0.0) for need in own] for own in problem.local]
-    for op in range(count):
-        for k, (need, _) in enumerate(problem.remote[op * m]):
-            delay = min(problem.remote[op * m + i][k][1] for i in range(m))
-            inputs[op].append((need // m, delay))
+    inputs = [[(need, min(delays)) for need, delays in own] for own in problem.inputs]
     readers: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     for op, pairs in enumerate(inputs):
         for need, delay in pairs:

@@ -3,32 +3,43 @@
 It needs OR-tools (the extra `exact`): `pip install "jaxpp[exact]"`.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpp import _messages
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._synthesis._problem import Problem, evaluate
+from jaxpp.schedules.simulator import Problem, evaluate
 
 #: The steps in the longest time, where times are not whole numbers of a longer step.
 _STEPS = 1000
 
 
+#: The workers of the solver.
+_WORKERS = 8
+
+
 def solve(
-    problem: Problem, orders: Sequence[Sequence[int]], work_limit: float, seed: int
+    problem: Problem,
+    orders: Sequence[Sequence[int]],
+    bound: float,
+    work_limit: float,
+    seed: int,
 ) -> tuple[list[list[int]], float]:
-    """Solves a problem with CP-SAT, or improves on given orders, and proves a bound.
+    """Proves with CP-SAT how good given orders are, and improves on them where it can.
 
     Each task is an interval, after its inputs; no two run at once on a rank. A rank's memory is a
     reservoir. The microbatches of an op go in order, which loses nothing (see `_bounds`). Times are
-    whole numbers of steps, rounded down, so that the solver's bound is a bound for the problem.
+    whole numbers of steps, rounded down, so that the solver's bound is a bound for the problem. The
+    solver begins with the orders' times in these whole numbers. Its workers race, so that another
+    run may find other orders, and another bound.
 
     Args:
       problem: the tasks.
       orders: a solution to start from.
-      work_limit: where to stop, in the solver's deterministic seconds: about seconds, but the same
-        on any machine.
+      bound: a value that no table beats.
+      work_limit: where to stop, in the solver's deterministic seconds: about seconds of a core.
       seed: of the solver.
 
     Returns:
@@ -41,56 +52,73 @@ def solve(
     from ortools.sat.python import cp_model
 
     step = _step(problem)
-    floor = [math.floor(t / step + 1e-6) for t in problem.time]
-    start_at = evaluate(problem, orders)
-    assert start_at is not None, "the orders deadlock"
-    horizon = math.ceil(start_at.value / step) + 1
-    horizon = max(horizon, math.ceil(max(start_at.ends) / step) + 1)
+    whole = _in_steps(problem, step)
+    hint = evaluate(whole, orders)
+    assert hint is not None, "the orders deadlock"
     model: Any = cp_model.CpModel()
-    starts = [model.new_int_var(0, horizon, "") for _ in floor]
-    m = problem.num_microbatches
-    for n, own in enumerate(problem.remote):
-        if n % m:
-            model.add(starts[n] >= starts[n - 1] + floor[n - 1])
-        for need, delay in own:
-            model.add(starts[n] >= starts[need] + floor[need] + math.floor(delay / step + 1e-6))
-        for op in problem.local[n // m]:
-            need = op * m + n % m
-            model.add(starts[n] >= starts[need] + floor[need])
-    goal = model.new_int_var(0, horizon, "")
-    for rank, own in enumerate(problem.rank_ops):
-        tasks = [op * m + i for op in own for i in range(m)]
-        model.add_no_overlap(
-            [model.new_fixed_size_interval_var(starts[n], floor[n], "") for n in tasks]
-        )
-        _limit_memory(model, problem, rank, tasks, starts, floor)
-        begin = 0
-        if problem.objective == "span":
-            begin = model.new_int_var(0, horizon, "")
-            for op in own:
-                if problem.ops[op][0] is Kind.F:
-                    model.add(begin <= starts[op * m])
-        for op in own:
-            model.add(goal >= starts[op * m + m - 1] + floor[op * m + m - 1] - begin)
-    model.minimize(goal)
-    for n, end in enumerate(start_at.ends):
-        model.add_hint(starts[n], round((end - problem.time[n]) / step))
+    starts, goal = _model(model, whole, problem, math.ceil(max(hint.ends)))
+    model.add(goal >= math.floor(bound / step * (1 - 1e-9)))
+    for n, start in enumerate(hint.starts):
+        model.add_hint(starts[n], int(start))
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed
-    solver.parameters.num_workers = 8
-    solver.parameters.interleave_search = True  # The same search on any number of cores.
+    solver.parameters.num_workers = _WORKERS
+    # They take longer than the whole proof.
+    solver.parameters.cp_model_probing_level = 0
+    solver.parameters.symmetry_level = 0
     solver.parameters.max_deterministic_time = work_limit
     status = solver.solve(model)
-    bound = max(solver.best_objective_bound, 0.0) * step
+    proved = max(bound, solver.best_objective_bound * step)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return [list(order) for order in orders], bound
-    at = [(solver.value(start), n) for n, start in enumerate(starts)]
-    found = []
+    at, m, found = [solver.value(start) for start in starts], problem.num_microbatches, []
     for own in problem.rank_ops:
-        place = {n: at[n][0] for op in own for n in range(op * m, op * m + m)}
+        tasks = [n for op in own for n in range(op * m, op * m + m)]
         # Tasks of 0 steps keep the order of their ops: forwards come before their readers.
-        found.append(sorted(place, key=lambda n: (place[n], place[n] + floor[n], n)))
-    return found, bound
+        found.append(sorted(tasks, key=lambda n: (at[n], at[n] + whole.time[n], n)))
+    return found, proved
+
+
+def _in_steps(problem: Problem, step: float) -> Problem:
+    """Returns the problem in whole numbers of steps, rounded down."""
+
+    def rounded(time: float) -> float:
+        return float(math.floor(time / step + 1e-6))
+
+    outputs = [
+        [(reader, [*map(rounded, delays)]) for reader, delays in own] for own in problem.outputs
+    ]
+    return dataclasses.replace(problem, time=[*map(rounded, problem.time)], outputs=outputs)
+
+
+def _model(model: Any, whole: Problem, problem: Problem, horizon: int) -> tuple[list[Any], Any]:
+    """Adds all that tasks have to keep to; returns their starts, and the goal."""
+    m, time = whole.num_microbatches, [*map(int, whole.time)]
+    starts = [model.new_int_var(0, horizon, "") for _ in time]
+    for op, own in enumerate(whole.inputs):
+        for n in range(op * m, op * m + m):
+            if n % m:
+                model.add(starts[n] >= starts[n - 1] + time[n - 1])
+            for need, delays in own:
+                k = need * m + n % m
+                model.add(starts[n] >= starts[k] + time[k] + int(delays[n % m]))
+    goal = model.new_int_var(0, horizon, "")
+    for rank, own in enumerate(whole.rank_ops):
+        tasks = [op * m + i for op in own for i in range(m)]
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(starts[n], time[n], "") for n in tasks]
+        )
+        _limit_memory(model, problem, rank, tasks, starts, time)
+        begin = 0
+        if whole.objective == "span":
+            begin = model.new_int_var(0, horizon, "")
+            for op in own:
+                if whole.ops[op][0] is Kind.F:
+                    model.add(begin <= starts[op * m])
+        for op in own:
+            model.add(goal >= starts[op * m + m - 1] + time[op * m + m - 1] - begin)
+    model.minimize(goal)
+    return starts, goal
 
 
 def _limit_memory(
@@ -119,7 +147,8 @@ def _limit_memory(
 
 def _step(problem: Problem) -> float:
     """Finds, among a few steps, the longest one that divides all times; or else a fine one."""
-    times = {*problem.time, *(delay for own in problem.remote for _, delay in own)} - {0.0}
+    delays = (delay for own in problem.outputs for _, each in own for delay in each)
+    times = {*problem.time, *delays} - {0.0}
     for parts in (1, 2, 3, 4, 5, 8, 10, 100):
         if all(abs(t * parts - round(t * parts)) < 1e-9 for t in times):
             return 1 / parts

@@ -8,7 +8,7 @@ together, and is lost at an end (Li and Willis, 1992; Valls, Ballestin and Quint
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from jaxpp.schedules._synthesis._problem import Problem, Times, evaluate
+from jaxpp.schedules.simulator import Problem, Times, evaluate
 
 
 class Justifier:
@@ -18,14 +18,15 @@ class Justifier:
         """Collects for each task what it waits for, in time and against it."""
         m = problem.num_microbatches
         self.problem = problem
-        self.needs = [list(pairs) for pairs in problem.remote]
-        self.readers = [list(pairs) for pairs in problem.readers]
-        for op, local in enumerate(problem.local):
-            for n in range(op * m, op * m + m):
-                before = [need * m + n % m for need in local] + [n - 1] * (n % m > 0)
-                self.needs[n] += [(need, 0.0) for need in before]
-                for need in before:
-                    self.readers[need].append((n, 0.0))
+        self.needs = [
+            [(need * m + i, delays[i]) for need, delays in own] + [(op * m + i - 1, 0.0)] * (i > 0)
+            for op, own in enumerate(problem.inputs)
+            for i in range(m)
+        ]
+        self.readers: list[list[tuple[int, float]]] = [[] for _ in self.needs]
+        for n, own in enumerate(self.needs):
+            for need, delay in own:
+                self.readers[need].append((n, delay))
 
     def improve(self, orders: Sequence[Sequence[int]], times: Times) -> list[list[int]]:
         """Justifies orders as long as that makes them better.

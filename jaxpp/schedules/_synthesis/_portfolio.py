@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._synthesis._list_schedule import Rule
-from jaxpp.schedules._synthesis._problem import Orders, Problem
 from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules.simulator import Orders, Problem, Rule, Times
 
 
 def catalogue_tables(
@@ -112,9 +111,7 @@ def one_at_a_time(problem: Problem) -> list[list[int]]:
     count = len(problem.ops)
     sequence: list[int] = []
     placed = [False] * count
-    needs = [
-        {n // m for n, _ in problem.remote[op * m]} | {*problem.local[op]} for op in range(count)
-    ]
+    needs = [{need for need, _ in own} for own in problem.inputs]
     # Weight gradients first, as they free the most; then backwards, which need all forwards.
     urgent = sorted(range(count), key=lambda op: (-"FBIW".index(problem.ops[op][0]), op))
     while len(sequence) < count:
@@ -179,7 +176,7 @@ class Rules:
         half = Kind.I if self.problem.splits else Kind.B
         stages = [s for kind, s in self.problem.ops if kind is Kind.F]
         trip = [self.head[at[half, s]] - self.head[at[Kind.F, s]] for s in stages]
-        windows = [[math.inf for _ in stages]]
+        windows: list[list[float]] = [[]]
         for extra in (1, 2, 3, 5):
             windows.append([math.ceil(trip[s] / self.period - 1e-9) + extra for s in stages])
         return windows
@@ -188,7 +185,17 @@ class Rules:
         """Makes a rule of the grid; `slack` is that of the target, in times of the longest task."""
         target = self.bound + slack * self.longest
         idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
-        return Rule(self.plans[plan], self.period, self.windows[window], idle, patience)
+        return self._rule(self.plans[plan], self.period, self.windows[window], idle, patience)
+
+    def _rule(
+        self,
+        offsets: Sequence[float],
+        period: float,
+        in_flight: Sequence[float] = (),
+        idle: Sequence[float] = (),
+        patience: float = 1.0,
+    ) -> Rule:
+        return Rule(offsets, [period] * len(offsets), in_flight, idle, patience)
 
     def grid(self) -> list[Rule]:
         """Returns the grid of rules, the most promising first."""
@@ -210,7 +217,6 @@ class Rules:
         stage.
         """
         m, kinds = self.problem.num_microbatches, [kind for kind, _ in self.problem.ops]
-        never = [-math.inf] * self.problem.num_ranks
         rules = []
         for period, sign in ((2 * self.trip, 1), (0.0, -1)):
             far = 4 * (m + 1) * self.trip
@@ -219,13 +225,13 @@ class Rules:
                 at[kind] + (sign if kind is Kind.F else 1) * h
                 for h, kind in zip(self.head, kinds, strict=True)
             ]
-            rules.append(Rule(offsets, period, self.windows[0], never, 1.0))
+            rules.append(self._rule(offsets, period))
         return rules
 
-    def replanned(self, orders: Orders, ends: Sequence[float]) -> Rule:
+    def replanned(self, orders: Orders, times: Times) -> Rule:
         """Makes a rule whose plan repeats the middle of a table, as a building block."""
         m = self.problem.num_microbatches
-        starts = [end - own for end, own in zip(ends, self.problem.time, strict=True)]
+        starts, ends = times.starts, times.ends
         period = max(
             (starts[op * m + m - 1] - starts[op * m]) / max(m - 1, 1)
             for op in range(len(self.time))
@@ -233,13 +239,13 @@ class Rules:
         offsets = [starts[op * m + m // 2] - m // 2 * period for op in range(len(self.time))]
         target = max(ends[order[-1]] for order in orders)
         idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
-        return Rule(offsets, period, self.windows[0], idle, 1.0)
+        return self._rule(offsets, period, (), idle, 1.0)
 
     def near(self, rule: Rule, choose: random.Random) -> Rule:
         """Makes a rule from another one, with some of its numbers changed at random."""
         scale = self.longest * choose.choice((0.1, 0.3, 1.0))
         offsets, window, idle = list(rule.offsets), list(rule.in_flight), list(rule.idle)
-        patience, period = rule.patience, rule.period
+        patience, period = rule.patience, rule.periods[0]
         match choose.randrange(5):
             case 0:
                 idle = [i + choose.gauss(0, scale) for i in idle]
@@ -249,21 +255,20 @@ class Rules:
             case 2:
                 offsets = [o + choose.gauss(0, scale) for o in offsets]
             case 3:
-                if window[0] == math.inf:
-                    window = list(choose.choice(self.windows[1:]))
+                window = window or list(choose.choice(self.windows[1:]))
                 for _ in range(choose.randrange(1, 4)):
                     at = choose.randrange(len(window))
                     window[at] = max(1, window[at] + choose.choice((-1, 1)))
             case _:
                 patience = choose.choice((0.5, 1.0, 2.0, math.inf))
                 period *= choose.choice((0.98, 1.0, 1.02))
-        return Rule(offsets, period, window, idle, patience)
+        return self._rule(offsets, period, window, idle, patience)
 
 
 def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:
     """Returns for each op the earliest start and the time to the end, for one microbatch alone."""
     count = len(problem.ops)
-    inputs = [_inputs(problem, op) for op in range(count)]
+    inputs = [[(need, delays[0]) for need, delays in own] for own in problem.inputs]
     head, tail = [0.0] * count, [0.0] * count
     for _ in range(count):
         changed = False
@@ -279,9 +284,3 @@ def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[f
             break
     return head, [t + own for t, own in zip(tail, time, strict=True)]
 
-
-def _inputs(problem: Problem, op: int) -> list[tuple[int, float]]:
-    """Returns the ops that an op waits for, with transfer times, for the first microbatch."""
-    m = problem.num_microbatches
-    remote = [(n // m, delay) for n, delay in problem.remote[op * m]]
-    return remote + [(need, 0.0) for need in problem.local[op]]

@@ -7,11 +7,9 @@ import time
 from collections.abc import Sequence
 
 from jaxpp.schedules._synthesis._justify import Justifier
-from jaxpp.schedules._synthesis._list_schedule import Rule, list_schedule
-from jaxpp.schedules._synthesis._local_search import improve
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
-from jaxpp.schedules._synthesis._problem import Problem, Times, evaluate
 from jaxpp.schedules._synthesis._tabu import escape
+from jaxpp.schedules.simulator import Problem, Rule, Times, evaluate, list_schedule
 
 #: How much worse than the best a list schedule may be; justified, it may still become the best.
 _MUCH_WORSE = 1.1
@@ -19,11 +17,11 @@ _MUCH_WORSE = 1.1
 #: The tasks that local search runs at most, over all tables that it evaluates.
 _MOST_WORK = 12_000_000
 
-#: The evaluations of the first local searches; all later ones have as many as the last two.
+#: The evaluations of the first local searches; all later ones have as many as the last.
 #: They do not depend on the number that is allowed, so a larger one goes on where a smaller ended.
-_LENGTHS = (100, 1200, 400, 4000, 500, 4000)
+_LENGTHS = (100, 500, 1200, 4000)
 
-#: What a step of tabu search counts, in evaluations of annealing: about as long does it take.
+#: What a step of tabu search counts, in evaluations.
 _STEP = 4
 
 #: The evaluations of local search for each list schedule by a rule that is near another one.
@@ -41,7 +39,7 @@ class Found:
     value: float
     source: str
     orders: list[list[int]]
-    ends: list[float]
+    times: Times
     rule: Rule | None
     origin: int
 
@@ -84,7 +82,7 @@ class Search:
         if (times := evaluate(self.problem, orders)) is not None:
             own = [list(order) for order in orders]
             origin = len(self.found) if start is None else start.origin
-            self.found.append(Found(times.value, source, own, times.ends, rule, origin))
+            self.found.append(Found(times.value, source, own, times, rule, origin))
 
     def run(
         self, given: Sequence[tuple[str, list[list[int]]]], evaluations: int, seed: int
@@ -105,7 +103,7 @@ class Search:
         left = min(evaluations, _MOST_WORK // len(self.problem.time) + 1)
         number = 0
         while left > 0 and not self.over:
-            length = _LENGTHS[min(number, len(_LENGTHS) - 2 + number % 2)]
+            length = _LENGTHS[min(number, len(_LENGTHS) - 1)]
             first = len(self.found)
             self._near_rules(rules, min(length // _PER_RULE, _MOST_RULES), choose)
             self._justify(self.found[first:])
@@ -121,13 +119,13 @@ class Search:
         for found in list(values.values())[:most]:
             if self.over:
                 return
-            orders = self.justifier.improve(found.orders, Times(found.value, found.ends))
+            orders = self.justifier.improve(found.orders, found.times)
             self.add("justified " + found.source, orders, start=found)
 
     def _list_schedules(self, rules: Rules, known: Sequence[Found]) -> None:
         grid = [(f"list schedule, rule {n}", rule) for n, rule in enumerate(rules.grid())]
         for start in known:
-            replanned = rules.replanned(start.orders, start.ends)
+            replanned = rules.replanned(start.orders, start.times)
             grid.append((f"list schedule, as {start.source}", replanned))
         for source, rule in grid:
             if self.over:
@@ -143,35 +141,36 @@ class Search:
             start = choose.choice(ruled)
             assert start.rule is not None
             if choose.random() < 0.1:
-                rule = rules.replanned(start.orders, start.ends)
+                rule = rules.replanned(start.orders, start.times)
             else:
                 rule = rules.near(start.rule, choose)
             self.add("list schedule, near another rule", self._list_schedule(rule), rule)
 
     def _list_schedule(self, rule: Rule) -> list[list[int]] | None:
         """Schedules by a rule; gives up where that is much worse than the best."""
-        return list_schedule(self.problem, rule, _MUCH_WORSE * self.best.value)
+        problem, m = self.problem, self.problem.num_microbatches
+        most = _MUCH_WORSE * self.best.value
+        work = [
+            math.fsum(t for op in own for t in problem.time[op * m : op * m + m])
+            for own in problem.rank_ops
+        ]
+        found = list_schedule(problem, rule, [most - own for own in work])
+        return found[0] if found else None
 
     def _local_search(
         self, number: int, length: int, evaluations: int, choose: random.Random
     ) -> None:
-        """Improves orders, in turns by annealing and by tabu search.
-
-        Annealing gets further where all stages lie alike, and tabu search where they do not. The
-        one starts from the best orders, or those of the next two values; the other from the best
-        of three origins.
+        """Improves by tabu search the best orders of one of three origins.
 
         A search that is cut short has found what the whole one would have found by then. Its result
         is not justified: that of the whole one may be better, and still be worse once justified.
         """
-        tabu, choices = number % 2 == 1, {}
+        origins: dict[int, Found] = {}
         for found in sorted(self.found, key=lambda found: found.value):
-            choices.setdefault(found.origin if tabu else found.value, found)
-        start = list(choices.values())[: 1 + number // (4 if tabu else 2) % 3][-1]
-        seed = choose.randrange(2**32)
-        steps = evaluations // _STEP if tabu else evaluations
-        own = self.problem, start.orders, steps, self.target, seed, self.deadline
-        _, orders = escape(*own) if tabu else improve(*own, length=length)
+            origins.setdefault(found.origin, found)
+        start = list(origins.values())[: 1 + number // 2 % 3][-1]
+        seed, steps = choose.randrange(2**32), evaluations // _STEP
+        _, orders = escape(self.problem, start.orders, steps, self.target, seed, self.deadline)
         source = "local search from " + start.source.removeprefix("local search from ")
         self.add(source, orders, start=start)
         if evaluations == length:

@@ -4,7 +4,8 @@ import dataclasses
 import math
 import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypedDict, Unpack
 
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._check import check
@@ -16,9 +17,10 @@ from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
 from jaxpp.schedules._synthesis._fitting import fitted, offloads_to_fit
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time, split
-from jaxpp.schedules._synthesis._problem import Objective, Problem, make_problem
+from jaxpp.schedules._synthesis._problem import make_problem
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules.simulator import Objective, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,28 @@ class Synthesis:
         return FromTable(self.table)
 
 
+class SearchOptions(TypedDict, total=False):
+    """How long `synthesize` searches.
+
+    Args:
+      evaluations: how many tables local search evaluates, fewer where they have more than some 6000
+        tasks; a step of tabu search counts as four. Of list schedules, which take about ten times
+        as long each, there are a grid of some forty and up to a fiftieth of this number. More
+        evaluations never give a worse table. By default 2000.
+      exact: for how long the exact solver then proves a bound, in its deterministic seconds; it
+        suits a few hundred tasks, and needs the extra `exact`. What it finds may differ from run to
+        run. By default not at all.
+      seed: of what the search chooses at random.
+      time_limit: seconds after which the search ends with what it has, by default 600; a guard, not
+        a setting.
+    """
+
+    evaluations: int
+    exact: float
+    seed: int
+    time_limit: float
+
+
 def synthesize(
     costs: Costs,
     placement: Sequence[int] | Sequence[Sequence[int]],
@@ -78,26 +102,19 @@ def synthesize(
     split_backward: bool = True,
     recompute: bool = False,
     offload: bool = False,
-    evaluations: int = 2000,
-    exact: float = 0.0,
-    seed: int = 0,
-    time_limit: float = 600.0,
+    **options: Unpack[SearchOptions],
 ) -> Synthesis:
     """Finds a table for any placement, costs and memory, and a lower bound on any table's value.
 
     A portfolio makes tables: the schedules of the catalogue with this placement, list scheduling
-    by many rules, the best of these with all tasks moved late, and then early, local search from
-    the best, and, where asked for, an exact solver. None is over the memory limit, and the result
-    is never worse than the best schedule of the catalogue that fits. The same arguments give the
-    same table: the number of evaluations bounds the search, which ends early where it meets the
-    lower bound. Only where `time_limit` cuts the search short does the table depend on the machine.
-
-    Tasks do not overlap here: `costs.overlapped` is not used, and the catalogue's overlapping
-    pairs count as one task after the other.
+    by many rules, the best of these with all tasks moved late, and then early, and local search
+    from the best. None is over the memory limit, and the result is never worse than the best
+    schedule of the catalogue that fits. The same arguments give the same table, unless `time_limit`
+    cuts the search short, or the exact solver is asked for. Tasks do not overlap here:
+    `costs.overlapped` is not used, and overlapping pairs count as one task after the other.
 
     Args:
-      costs: the time of tasks and transfers, as `simulate` takes them: a number is that of a
-        rank's whole share of a microbatch.
+      costs: the time of tasks and transfers, as `simulate` takes them.
       placement: the rank of each stage; or that for each direction, as in `Table.placement`.
         Microbatches then take the directions in turns.
       num_microbatches: the number of microbatches; each direction has as many.
@@ -109,84 +126,113 @@ def synthesize(
       recompute: whether activations may be computed again: besides the tables that fit, those that
         are best without the limit then have an `R` for what they would hold longest.
       offload: the same with an `O` and an `L`, at the costs of these.
-      evaluations: how many tables local search evaluates, fewer where they have more than some 6000
-        tasks; a step of tabu search counts as four. Of list schedules, which take about ten times
-        as long each, there are a grid of some forty and up to a fiftieth of this number. More
-        evaluations never give a worse table.
-      exact: for how long to run the exact solver at the end, in its deterministic seconds; it
-        suits a few hundred tasks, and needs the extra `exact`. By default not at all.
-      seed: of what the search chooses at random.
-      time_limit: seconds after which the search ends with what it has; a guard, not a setting.
-
-    Returns:
-      The best table, what it is worth, where it came from, and a lower bound.
+      **options: how long to search; see `SearchOptions`.
 
     Raises:
       ValueError: the placement is not one, the directions do not divide the microbatches, or not
         even one microbatch fits the memory limit.
       ImportError: `exact` is asked for, and OR-tools is not installed.
 
-    >>> from jaxpp.schedules import Costs, Memory
     >>> found = synthesize(Costs(latency=0.25), (0, 1, 2, 3), 8, memory_limit=4)
     >>> found.value, found.lower_bound, max(Memory().peaks(found.table))
     (30.0, 30.0, 4.0)
-    >>> synthesize(Costs(), [(0, 1), (1, 0)], 4)  # In two directions, each stage on both ranks.
-    Synthesis(objective='wall', value=12.0, lower_bound=12.0, source='dualpipe')
     """
     placement = _directions(placement)
-    costs = costs.by_stage(placement[0])
-    memory = (memory or Memory()).by_stage(placement[0])
-    limits = _limits(memory_limit, max(map(max, placement)) + 1)
     _check_arguments(num_microbatches, len(placement), objective)
-    graph = as_graph(stage_inputs)
-    sizes = (placement, num_microbatches)
-    # The two forms of a backward are two problems, where the sum of the halves is not the whole.
-    both = split_backward and not (costs.backward is None and memory.backward is None)
-    problems = [
-        make_problem(costs, *sizes, memory, limits, objective, graph, split=halves)
-        for halves in ([True, False] if both else [split_backward])
-    ]
-    _check_feasible(problems, limits)
-    bound = lower_bound(problems[0])
-    if both:
-        least = (_least_costs(costs), *sizes, _least_memory(memory))
-        bound = lower_bound(make_problem(*least, limits, objective, graph, split=True))
-    # Of equals, the first counts: a schedule with a plain name comes before one with knobs.
-    tables = sorted(catalogue_tables(*sizes, graph), key=lambda named: named[0] not in CATALOGUE)
-    deadline = time.monotonic() + time_limit
-    results = []
-    for problem in problems:
-        search = Search(problem, bound, deadline)
-        search.run([(name, split(problem, table)) for name, table in tables
-                    if problem.splits or not table.splits_backward], evaluations, seed)  # fmt: skip
-        best = search.best
-        if exact > 0 and not search.over:
-            orders, proved = solve(problem, best.orders, exact, seed)
-            search.add("exact solver", orders)
-            best = search.best
-            bound = bound if both else max(bound, proved)
-        results.append((best.source, problem.to_table(best.orders)))
-    if both:
-        results += [(name, dataclasses.replace(table, overlaps=frozenset()))
-                    for name, table in tables if _fits(memory.peaks(table), limits)]  # fmt: skip
-    if (recompute or offload) and min(limits) < math.inf:
-        free = synthesize(
-            costs, placement, num_microbatches, memory=memory, objective=objective,
-            stage_inputs=stage_inputs, split_backward=split_backward, evaluations=evaluations,
-            seed=seed, time_limit=max(0.0, deadline - time.monotonic()),
+    return _Case(
+        costs.by_stage(placement[0]), placement, num_microbatches,
+        (memory or Memory()).by_stage(placement[0]),
+        _limits(memory_limit, max(map(max, placement)) + 1), objective, as_graph(stage_inputs),
+        split_backward,
+    ).synthesized(recompute, offload, options)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """What a table is made for; the fields are the arguments of `synthesize`."""
+
+    costs: Costs
+    placement: tuple[tuple[int, ...], ...]
+    num_microbatches: int
+    memory: Memory
+    limits: list[float]
+    objective: Objective
+    graph: tuple[tuple[int, ...], ...] | None
+    split_backward: bool
+
+    def synthesized(
+        self, recompute: bool, offload: bool, options: SearchOptions
+    ) -> Synthesis:
+        """Returns the best table that is found."""
+        deadline = time.monotonic() + options.get("time_limit", 600.0)
+        # Of equals, the first counts: a schedule with a plain name comes before one with knobs.
+        tables = sorted(
+            catalogue_tables(self.placement, self.num_microbatches, self.graph),
+            key=lambda named: named[0] not in CATALOGUE,
+        )
+        found, bound = self._searched(tables, options, deadline)
+        if self._has_both:
+            found += [(name, dataclasses.replace(table, overlaps=frozenset()))
+                      for name, table in tables if self._fits(table)]  # fmt: skip
+        if (recompute or offload) and min(self.limits) < math.inf:
+            free = dataclasses.replace(self, limits=[math.inf] * len(self.limits))
+            left = max(0.0, deadline - time.monotonic())
+            best = free.synthesized(False, False, {**options, "time_limit": left, "exact": 0.0})
+            bound = min(bound, best.lower_bound)
+            for name, table in [(best.source, best.table), *tables]:
+                if self.split_backward or not table.splits_backward:
+                    found += self._fitted(name, table, recompute, offload)
+        return _best(found, self.costs, self.memory, self.objective, bound)
+
+    @property
+    def _has_both(self) -> bool:
+        """Tells whether a backward has two forms: its halves together are not the whole."""
+        whole = self.costs.backward is None and self.memory.backward is None
+        return self.split_backward and not whole
+
+    def _problem(self, split: bool, costs: Costs | None = None, memory: Memory | None = None):
+        return make_problem(
+            costs or self.costs, self.placement, self.num_microbatches, memory or self.memory,
+            self.limits, self.objective, self.graph, split,
         )  # fmt: skip
-        bound = min(bound, free.lower_bound)
-        for name, table in [(free.source, free.table), *tables]:
-            alone = dataclasses.replace(table, overlaps=frozenset())
-            if split_backward or not table.splits_backward:
-                again = fitted(alone, memory, limits, Table.with_recomputation)
-                results += [(f"{name}, recomputed", again)] if recompute and again else []
-                results += [
-                    (f"{name}, offloaded", away)
-                    for away in (offloads_to_fit(alone, memory, limits) if offload else ())
-                    if _fits(simulate(away, costs, memory=memory).peak_memory, limits)
-                ]
-    return _best(results, costs, memory, objective, bound)
+
+    def _searched(
+        self, tables: Sequence[tuple[str, Table]], options: SearchOptions, deadline: float
+    ) -> tuple[list[tuple[str, Table]], float]:
+        """Returns the best table with each form of a backward, and a bound on all."""
+        problems = [*map(self._problem, [True, False] if self._has_both else [self.split_backward])]
+        _check_feasible(problems, self.limits)
+        bound = lower_bound(problems[0])
+        if self._has_both:
+            least = self._problem(True, _least_costs(self.costs), _least_memory(self.memory))
+            bound = lower_bound(least)
+        found, exact, seed = [], options.get("exact", 0.0), options.get("seed", 0)
+        for problem in problems:
+            search = Search(problem, bound, deadline)
+            given = [(name, split(problem, table)) for name, table in tables
+                     if problem.splits or not table.splits_backward]  # fmt: skip
+            search.run(given, options.get("evaluations", 2000), seed)
+            if exact > 0 and not search.over:
+                orders, proved = solve(problem, search.best.orders, bound, exact, seed)
+                search.add("exact solver", orders)
+                bound = bound if self._has_both else proved
+            found.append((search.best.source, problem.to_table(search.best.orders)))
+        return found, bound
+
+    def _fits(self, table: Table) -> bool:
+        return _fits(self.memory.peaks(table), self.limits)
+
+    def _fitted(
+        self, name: str, table: Table, recompute: bool, offload: bool
+    ) -> Iterator[tuple[str, Table]]:
+        """Returns tables that fit because they compute some activations again, or offload them."""
+        alone = dataclasses.replace(table, overlaps=frozenset())
+        again = fitted(alone, self.memory, self.limits, Table.with_recomputation)
+        if recompute and again:
+            yield f"{name}, recomputed", again
+        for away in offloads_to_fit(alone, self.memory, self.limits) if offload else ():
+            if _fits(simulate(away, self.costs, memory=self.memory).peak_memory, self.limits):
+                yield f"{name}, offloaded", away
 
 
 def _best(

@@ -1,6 +1,9 @@
 """Tabu search: the best of some moves along the critical path, again and again, but not back.
 
-The moves are those of local search that leave or enter a stretch of the path near its ends. What
+Only a shorter critical path shortens a table. A path is shortened where it enters or leaves a rank: a
+task moves out of the path's stretch on that rank, or further into it (the neighbourhoods of Nowicki
+and Smutnicki, 1996, and Balas and Vazacopoulos, 1998, for job shops). Moves that break a dependency
+within the rank, or its memory limit, are not tried. What
 each would lead to is told from the times before and after its tasks, without a run of all of them
 (Taillard, 1994; Balas and Vazacopoulos, 1998). The best one is made even where it is worse than
 nothing; tasks that it has swapped then stay so for some steps (Nowicki and Smutnicki, 1996).
@@ -10,11 +13,11 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxpp.schedules._synthesis._local_search import shifted, stretches
-from jaxpp.schedules._synthesis._problem import Problem, Times, evaluate
+from jaxpp.schedules.simulator import Problem, Times, evaluate
 
 #: How far from an end of a stretch the tasks are that move over it, and how far out of it.
 _NEAR, _BEYOND = 4, 2
@@ -84,7 +87,7 @@ def _moves(
         begin, tail = ends[second] - time[second], tails[second]
         return any(ends[n] <= begin and tails[n] >= time[n] + tail for n, _ in readers[first])
 
-    path = [own for own in stretches(problem, orders, times.ends) if own[1] < own[2]]
+    path = [own for own in _stretches(problem, orders, times.ends) if own[1] < own[2]]
     if len(path) > _STRETCHES:
         path = dict.fromkeys(choose.choice(path) for _ in range(_STRETCHES))
     for rank, first, last in path:
@@ -94,7 +97,7 @@ def _moves(
         pairs += [(first - k, first) for k in range(1, min(_BEYOND, first) + 1)]
         seen = set()
         for at, to in (own for pair in pairs for own in (pair, pair[::-1])):
-            found = shifted(problem, rank, order, at, to, waits)
+            found = _shifted(problem, rank, order, at, to, waits)
             if found is None or (found[0], *found[1]) in seen:
                 continue
             first_changed, segment = found
@@ -107,6 +110,88 @@ def _moves(
             before = ends[order[first_changed - 1]] if first_changed else 0.0
             value = _estimate(problem, segment, before, tail, ends, tails)
             yield _Move(value, choose.random(), rank, first_changed, segment, swapped)
+
+
+def _stretches(
+    problem: Problem, orders: Sequence[Sequence[int]], ends: list[float]
+) -> Iterator[tuple[int, int, int]]:
+    """Finds the stretches of the critical path, from its end: a rank, its first and last place."""
+    time, remote = problem.time, problem.remote
+    m = problem.num_microbatches
+
+    def value(order: Sequence[int]) -> float:
+        begin = ends[order[0]] - time[order[0]] if problem.objective == "span" else 0.0
+        return ends[order[-1]] - begin
+
+    rank = max(range(len(orders)), key=lambda r: value(orders[r]))
+    place = len(orders[rank]) - 1
+    while True:
+        order, last = orders[rank], place
+        while place > 0:
+            n = order[place]
+            if ends[order[place - 1]] < ends[n] - time[n] - 1e-9 * ends[n]:
+                break
+            place -= 1
+        yield rank, place, last
+        n = order[place]
+        if not remote[n] or ends[n] - time[n] <= 0.0:
+            return
+        need = max(remote[n], key=lambda pair: ends[pair[0]] + pair[1])[0]
+        rank = problem.op_rank[need // m]
+        end = ends[need]
+        own = orders[rank]
+        place = bisect_left(own, end, key=lambda n: ends[n])
+        while own[place] != need:
+            place += 1
+
+
+def _shifted(
+    problem: Problem,
+    rank: int,
+    order: Sequence[int],
+    at: int,
+    to: int,
+    waits: Callable[[int, int], bool],
+) -> tuple[int, list[int]] | None:
+    """Moves a task towards a place, as far as the rank's dependencies allow, and `waits`.
+
+    `waits` tells whether, by way of other ranks, the second of two tasks is after the first.
+
+    Returns:
+      The first place that changes, and what is to be there and behind it; None where nothing may
+      change, or the rank would hold too much.
+    """
+    m, local = problem.num_microbatches, problem.local
+    n = order[at]
+    op, i = divmod(n, m)
+    if to < at:
+        stop = at
+        while stop > to:
+            other, j = divmod(order[stop - 1], m)
+            if other == op or (j == i and other in local[op]) or waits(order[stop - 1], n):
+                break
+            stop -= 1
+        low, high = stop, at
+        segment = [n, *order[low:high]]
+    else:
+        stop = at
+        while stop < to:
+            other, j = divmod(order[stop + 1], m)
+            if other == op or (j == i and op in local[other]) or waits(n, order[stop + 1]):
+                break
+            stop += 1
+        low, high = at, stop
+        segment = [*order[low + 1 : high + 1], n]
+    if low == high:
+        return None
+    change, limit = problem.change, problem.limits[rank]
+    if limit < math.inf:
+        held = math.fsum(change[k] for k in order[:low])
+        for k in segment:
+            held += change[k]
+            if held > limit:
+                return None
+    return low, segment
 
 
 def _tails(

@@ -26,7 +26,7 @@ from jaxpp.planning.search import (
 )
 from jaxpp.planning.search._judge import RULES, judge, table_of
 from jaxpp.planning.search._moves import move, start
-from jaxpp.planning.search._rounds import timed
+from jaxpp.planning.search._search import timed
 from jaxpp.schedules import CATALOGUE, Costs, Kind, by_name, check, simulate
 
 
@@ -135,7 +135,7 @@ def test_the_same_tries_give_the_same_plan_and_more_never_a_worse_one(tmp_path):
         tight = dataclasses.replace(plan.setting, memory_limit=10.0)
         dataclasses.replace(plan, setting=tight).check()
     (tmp_path / "0.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no plan of layers"):
+    with pytest.raises(ValueError, match="is no layers_plan"):
         LayersPlan.load(tmp_path / "0.json")
 
 
