@@ -45,7 +45,10 @@ def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> 
         if kind is Kind.F:
             first, (step, period) = 2, (stage * pairs, 1) if breadth else (-stage, 2 * stages)
         elif kind is Kind.W:
-            first, (step, period) = weight, (-stage * pairs, 1) if by_stage else (-stage, 2 * stages)
+            first, (step, period) = (
+                weight,
+                (-stage * pairs, 1) if by_stage else (-stage, 2 * stages),
+            )
         else:
             first, step, period = 0, stage, 2 * stages
         offsets.append((first * 8 * stages * (pairs + 1) + step) * directions + direction)

@@ -221,7 +221,9 @@ class Setting:
             for rank in set(ranks) if len(set(ranks)) > 1 else ():
                 added[rank] += own[stage] / self.bandwidth
                 updated[rank] += self.latency
-        for rank, (held, speed) in enumerate(zip(self.parameters(choice), self.speeds, strict=True)):
+        for rank, (held, speed) in enumerate(
+            zip(self.parameters(choice), self.speeds, strict=True)
+        ):
             added[rank] += self.reduction_seconds(held)
             updated[rank] += self.update_seconds(held) / speed
         return added, updated

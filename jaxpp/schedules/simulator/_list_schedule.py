@@ -101,7 +101,9 @@ class _Ranks:
     def _remember(self) -> None:
         """Collects what decides whether a forward may run."""
         problem, m = self.problem, self.m
-        self.end_of = {s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)}
+        self.end_of = {
+            s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)
+        }
         #: For each rank, its forwards, and the most that a microbatch of each holds.
         self.forwards = [
             [(op, max(problem.change[op * m : op * m + m])) for op in own
