@@ -124,8 +124,7 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
 
         async def commit() -> None:
             write = copied.result()
-            for info in infos:
-                await info.await_path_creation()
+            await infos[0].await_path_creation()  # of the checkpoint, which has all
             await asyncio.to_thread(write, infos[0].parent_dir, writer)
 
         name = f"jaxpp-{writer}"

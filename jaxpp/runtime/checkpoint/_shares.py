@@ -29,7 +29,7 @@ from jaxpp.runtime.arrays import ArrayType, boxes_here, from_boxes, sharding_in
 CHUNK_BYTES = 4 << 20
 #: Bytes up to which a chunk lies in the nodes of the database, and needs no read of its own.
 INLINE_BYTES = 8192
-#: The bytes of a file of a database: several are written side by side.
+#: The bytes of a file of a database: several are written and made durable side by side.
 FILE_BYTES = 16 << 20
 #: The start of the names of the databases that Orbax merges.
 DATABASE = "ocdbt.process_"
@@ -212,8 +212,7 @@ def write_shares(directory: str, writer: str, shares: Sequence[Share]) -> None:
         "assume_config": True,
         "target_data_file_size": FILE_BYTES,
     }
-    # All files are made durable together at the end, which is faster than one by one.
-    context = tensorstore.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": 0}})
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
     transaction = tensorstore.Transaction()
     options = {"create": True, "open": True, "context": context, "transaction": transaction}
     try:
@@ -234,19 +233,6 @@ def write_shares(directory: str, writer: str, shares: Sequence[Share]) -> None:
         transaction.commit_async().result()
     except ValueError as error:
         raise (_os_error(error, directory) or error) from error
-    if kvstore["base"]["driver"] == "file":
-        _sync_tree(kvstore["base"]["path"])
-
-
-def _sync_tree(directory: str) -> None:
-    """Makes all files and names below a directory durable."""
-    for folder, _, files in os.walk(directory):
-        for name in (*files, ""):
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
 
 def _spec(kvstore: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
