@@ -29,13 +29,61 @@ from jaxpp.runtime.checkpoint import _shares
 from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted
 from jaxpp.runtime.remote import RemoteArray, RemoteSharding
 
-#: The handlers of Orbax that read our leaves where it is not told to where, by name, and the types
-#: of the leaves. Orbax could not know the devices of an array, so it reads it as one of NumPy.
-_KINDS = {
-    "np.ndarray": (jax.Array, np.ndarray),
-    "scalar": (np.generic, bool, int, float, complex),
-}
 _NUMBERS = (bool, int, float, complex)
+
+
+class _Saving(ocp.type_handlers.TypeHandler):
+    """Writes leaves in the processes that hold them; a handler of Orbax's says what they are.
+
+    Args:
+        copy: whether they may be donated before they have been written.
+    """
+
+    _array_metadata_store = None  # Orbax asks for it
+    _writer = ""
+
+    def __init__(self, copy: bool):
+        super().__init__()
+        self._copy = copy
+        #: The write of the last save.
+        self.last: future.Future = future.NoopFuture()
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
+    ) -> Sequence[Any]:
+        """Copies arrays, and returns the write of the copies."""
+        copied = concurrent.futures.Future()
+        try:
+            if any(arg.dtype is not None for arg in args or ()):
+                raise ValueError(
+                    "jaxpp saves arrays as they are; cast them before, not by SaveArgs."
+                )
+            copied.set_result(snapshot([info.name for info in infos], values, self._copy))
+        except Exception as error:
+            # The write raises it. If it were raised here, a thread of Orbax would wait for ten
+            # minutes for the directory, which is not made then, and the process for the thread.
+            copied.set_exception(error)
+
+        async def commit() -> None:
+            write = copied.result()
+            await infos[0].await_path_creation()  # of the checkpoint, which has all
+            await asyncio.to_thread(write, infos[0].parent_dir, self._writer)
+
+        name = f"jaxpp-{self._writer}"
+        self.last = future.CommitFutureAwaitingContractedSignals(commit(), name=name)
+        return [self.last]
+
+
+class _Arrays(_Saving, ocp.type_handlers.NumpyHandler):
+    """Arrays. Orbax, which could not know their devices, reads them as those of NumPy."""
+
+    _writer = "driver"
+
+
+class _Numbers(_Saving, ocp.type_handlers.ScalarHandler):
+    """Numbers."""
+
+    _writer = "scalar"
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
@@ -46,16 +94,18 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
     """
 
     def __init__(self, copy: bool = True):
-        self._arrays = [ArrayHandler(kind, copy) for kind in _KINDS]
-        kinds = zip(_KINDS.values(), self._arrays, strict=True)
-        pairs = [(each, handler) for own, handler in kinds for each in own]
+        arrays, numbers = self._saving = _Arrays(copy), _Numbers(copy)
         string = ocp.type_handlers.get_type_handler(str)
-        registry = ocp.type_handlers.create_type_handler_registry(*pairs, (str, string))
+        registry = ocp.type_handlers.create_type_handler_registry(
+            *((kind, arrays) for kind in (jax.Array, np.ndarray)),
+            *((kind, numbers) for kind in (np.generic, *_NUMBERS)),
+            (str, string),
+        )
         super().__init__(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
 
     def wait(self) -> None:
         """Waits for the writes of the last save, which may go on beside one that has failed."""
-        for handler in self._arrays:
+        for handler in self._saving:
             with contextlib.suppress(Exception):
                 handler.last.result()
 
@@ -78,62 +128,6 @@ class StateSave(ocp.args.PyTreeSave):
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):
     """The arguments by which Orbax restores a pytree with `StateHandler`."""
-
-
-class ArrayHandler(ocp.type_handlers.TypeHandler):
-    """Writes and reads leaves of a kind, in the processes that hold them.
-
-    Args:
-        kind: the name of Orbax's own handler for them, which reads what this one has written.
-        copy: whether they may be donated before they have been written.
-    """
-
-    _array_metadata_store = None  # Orbax asks for it
-
-    def __init__(self, kind: str, copy: bool):
-        self._plain = ocp.type_handlers.get_type_handler(kind)
-        self._copy = copy
-        #: The write of the last save.
-        self.last: future.Future = future.NoopFuture()
-
-    def typestr(self) -> str:
-        """Returns the name of the kind."""
-        return self._plain.typestr()
-
-    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        """Describes leaves of a checkpoint."""
-        return await self._plain.metadata(infos)
-
-    async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
-    ) -> Sequence[Any]:
-        """Copies arrays, and returns the write of the copies."""
-        writer = "driver" if self.typestr() == "np.ndarray" else self.typestr()
-        names = [info.name for info in infos]
-        copied = concurrent.futures.Future()
-        try:
-            if any(arg.dtype is not None for arg in args or ()):
-                raise ValueError(
-                    "jaxpp saves arrays as they are; cast them before, not by SaveArgs."
-                )
-            copied.set_result(snapshot(names, values, self._copy))
-        except Exception as error:
-            # The write raises it. If it were raised here, a thread of Orbax would wait for ten
-            # minutes for the directory, which is not made then, and the process for the thread.
-            copied.set_exception(error)
-
-        async def commit() -> None:
-            write = copied.result()
-            await infos[0].await_path_creation()  # of the checkpoint, which has all
-            await asyncio.to_thread(write, infos[0].parent_dir, writer)
-
-        name = f"jaxpp-{writer}"
-        self.last = future.CommitFutureAwaitingContractedSignals(commit(), name=name)
-        return [self.last]
-
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        """Reads arrays of which no target is known."""
-        return await self._plain.deserialize(infos, args)
 
 
 # ---- saving -------------------------------------------------------------------------------------
