@@ -109,9 +109,8 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
     """
     if len(devices) == 1:
         return devices[0]
-    grid = np.empty(len(devices), object)
-    grid[:] = devices
-    return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes))
+    grid = np.array(devices, object).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes))
 
 
 def default_device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]

@@ -125,7 +125,9 @@ def to_host(array: Any) -> np.ndarray:
     if not isinstance(array.dtype, np.dtype):
         array = jax.random.key_data(array)
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
-        host = _put_together(array)
+        host = np.empty(array.shape, array.dtype)  # unlike `np.asarray`, which the array would keep
+        for box, data in shards_of(array):
+            _put(np.asarray(data), host, box)
     else:
         host = np.asarray(array)
     if host.dtype.itemsize == 0 or host.size == 0:
@@ -149,14 +151,23 @@ def start_copies(arrays: Sequence[Any]) -> None:
             array.copy_to_host_async()
 
 
-def _put_together(array: jax.Array) -> np.ndarray:
-    """Joins an array's shards on the host; unlike `np.asarray`, leaves no copy with the array."""
-    shards = [s for s in array.addressable_shards if s.replica_id == 0]
-    start_copies([shard.data for shard in shards])
-    host = np.empty(array.shape, array.dtype)
-    for shard in shards:
-        host[shard.index] = np.asarray(shard.data)
-    return host
+def shards_of(array: jax.Array) -> list[tuple[Box, jax.Array]]:
+    """Returns the shards that this process has of an array, and no earlier device, by their boxes.
+
+    Keys are the integers that they are made of. The shards are on their way to the host.
+    """
+    found = []
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            plain = isinstance(array.dtype, np.dtype)
+            data = shard.data if plain else jax.random.key_data(shard.data)
+            data.copy_to_host_async()
+            found.append((box_of(shard.index, array.shape), data))
+    return found
+
+
+def _put(part: np.ndarray, whole: np.ndarray, box: Box) -> None:
+    whole[tuple(slice(*interval) for interval in box)] = part
 
 
 def from_host(
@@ -323,11 +334,9 @@ Share = tuple[Sequence[Box], np.ndarray]
 
 def own_share(array: Any) -> Share:
     """Returns the share of this process in an array, without what an earlier device has."""
-    shards = array.addressable_shards if isinstance(array, jax.Array) else ()  # not of float0
-    first = [shard for shard in shards if shard.replica_id == 0]
-    boxes = [box_of(shard.index, array.shape) for shard in first]
-    nothing = np.empty(0, np.uint8)
-    return boxes, np.concatenate([nothing, *(to_host(shard.data) for shard in first)])
+    shards = shards_of(array) if isinstance(array, jax.Array) else []  # not of float0
+    parts = [np.empty(0, np.uint8), *(to_host(data) for _, data in shards)]
+    return [box for box, _ in shards], np.concatenate(parts)
 
 
 def join_shares(array_type: ArrayType, shares: Sequence[Share]) -> np.ndarray:
@@ -343,5 +352,5 @@ def join_shares(array_type: ArrayType, shares: Sequence[Share]) -> np.ndarray:
     for boxes, data in shares:
         parts = host_array(data, array_type.share(boxes)) if boxes else ()
         for box, part in zip(boxes, parts, strict=True):
-            whole[tuple(slice(*interval) for interval in box)] = part
+            _put(part, whole, box)
     return whole

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxpp import _compat
-from jaxpp.runtime.arrays import ArrayType, boxes_here, from_boxes, sharding_in
+from jaxpp.runtime.arrays import ArrayType, Box, boxes_here, from_boxes, sharding_in, shards_of
 
 #: The bytes of a chunk; a chunk is the least part of an array that can be read.
 CHUNK_BYTES = 4 << 20
@@ -145,23 +145,16 @@ def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Share]:
         arrays: what is saved, and its value.
         copy: whether to copy what is on the host, which may change then.
     """
-    parts: list[tuple[Saved, Sequence[slice], Any]] = []
+    parts: list[tuple[Saved, Box, Any]] = []
     for saved, array in arrays:
-        if not isinstance(array, jax.Array):
-            parts.append((saved, (), array))
-            continue
-        for shard in array.addressable_shards:
-            if shard.replica_id == 0:
-                data: Any = shard.data
-                data = data if saved.type.key is None else jax.random.key_data(data)
-                data.copy_to_host_async()
-                parts.append((saved, shard.index, data))
+        shards = shards_of(array) if isinstance(array, jax.Array) else [((), array)]
+        parts += [(saved, box, data) for box, data in shards]
 
-    def share(saved: Saved, index: Sequence[slice], data: Any) -> Share:
+    def share(saved: Saved, box: Box, data: Any) -> Share:
         # What is on another kind of device is copied to the host in any case.
         views = not isinstance(data, jax.Array) or any(d.platform == "cpu" for d in data.devices())
         host = np.array(data) if copy and views else np.asarray(data)
-        offset = [own.start or 0 for own in index] + [0] * (host.ndim - len(index))
+        offset = [start for start, _ in box] + [0] * (host.ndim - len(box))
         return saved, tuple(n + saved.row * (d == 0) for d, n in enumerate(offset)), host
 
     return [share(*part) for part in parts]

@@ -65,9 +65,8 @@ class MpmdMesh:
                 f"devices=[jax.devices()[0]] * {axes.num_ranks}; to have more CPU devices, call "
                 f"jax.config.update('jax_num_cpu_devices', {wanted}) before JAX starts."
             )
-        grid = np.empty(wanted, object)
-        grid[:] = available[:wanted]
-        by_rank = np.moveaxis(grid.reshape(axes.shape), axes.names.index(PIPELINE_AXIS), 0)
+        grid = np.array(available[:wanted], object).reshape(axes.shape)
+        by_rank = np.moveaxis(grid, axes.names.index(PIPELINE_AXIS), 0)
         for rank, own in enumerate(by_rank.reshape(axes.num_ranks, -1)):
             if len(set(own)) < len(own):
                 raise ValueError(
