@@ -16,7 +16,6 @@ from jaxpp.runtime.executor._executor import Chunk as Chunk
 from jaxpp.runtime.executor._executor import Executor as Executor
 from jaxpp.runtime.executor._executor import interleave as interleave
 from jaxpp.runtime.executor._memory import HOST as HOST
-from jaxpp.runtime.executor._memory import Analysis as Analysis
 from jaxpp.runtime.executor._memory import Inspected as Inspected
 from jaxpp.runtime.executor._memory import array_bytes as array_bytes
 from jaxpp.runtime.executor._memory import format_bytes as format_bytes

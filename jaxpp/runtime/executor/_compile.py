@@ -7,7 +7,6 @@ model under another schedule compiles only the new ones.
 import contextlib
 import functools
 import os
-import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -231,8 +230,7 @@ def copies(computation: Computation) -> bool:
 class Copier:
     """Copies arrays as an executable would, but not in the order of the device's computations.
 
-    It does not wait for the copies: who reads one of them does. Like an executable it has its
-    `args_info` and `out_info`.
+    It does not wait for the copies: who reads one of them does.
     """
 
     def __init__(self, computation: Computation, home: Home):
@@ -241,11 +239,6 @@ class Copier:
         self._shardings = [
             sharding_in(home, spec, _compat.memory_kind(aval) or "device")
             for spec, aval in zip(specs, jaxpr.out_avals, strict=True)
-        ]
-        self.args_info = [types.SimpleNamespace(donated=False) for _ in jaxpr.in_avals]
-        self.out_info = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-            for aval, sharding in zip(jaxpr.out_avals, self._shardings, strict=True)
         ]
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
