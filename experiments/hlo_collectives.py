@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpp._program import Run
-from jaxpp.runtime.arrays import StackedStep, sizes_of
+from jaxpp.runtime.arrays import sizes_of
 from jaxpp.runtime.executor import Copier
 
 _KINDS = (
@@ -50,8 +50,7 @@ def count_collectives(step: Any) -> list[RankCollectives]:
         step: a placed function, which has been called, or what its `lower(*args).compile()` gives.
     """
     compiled = step._cache[0] if hasattr(step, "_cache") else step
-    local = compiled._run
-    local = local.step if isinstance(local, StackedStep) else local
+    local = compiled._run.step
     counted = []
     for executor, home in zip(local.executors, local.homes, strict=True):
         axes = sizes_of(home)

@@ -16,7 +16,6 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp._program import Instruction, Receive, Run, Send
-from jaxpp.runtime.arrays import StackedStep
 from jaxpp.runtime.executor import Chunk
 from jaxpp.runtime.local import LocalStep
 from jaxpp.runtime.trace import (
@@ -218,11 +217,9 @@ def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
         )
     run: Any = compiled._run
     arrays = [leaves[i] for i in compiled.signature.arrays]
-    if isinstance(run, StackedStep):
-        run, arrays = run.step, run.flat(arrays)
-    if not isinstance(run, LocalStep):
+    if not isinstance(getattr(run, "step", None), LocalStep):
         raise TypeError("measure runs steps that are on a jaxpp.MpmdMesh; place the step on one.")
-    return run, arrays
+    return run.step, run.flat(arrays)
 
 
 def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """`ArrayHandle`: stands for an array that is elsewhere, or in parts, and knows its type alone."""
 
-import math
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ class ArrayHandle(jax.Array):
     Subclasses set `_aval`.
     """
 
-    _aval: Any
+    _aval: jax.ShapeDtypeStruct
     #: Tells whether the array is bound to its devices.
     committed = True  # pyright: ignore
 
@@ -28,31 +28,6 @@ class ArrayHandle(jax.Array):
     def aval(self) -> jax.ShapeDtypeStruct:
         """Shape, dtype and weak type."""
         return self._aval
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return self._aval.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the elements."""
-        return self._aval.dtype
-
-    @property
-    def weak_type(self) -> bool:
-        """Tells whether the array takes the dtype of arrays that it is combined with."""
-        return self._aval.weak_type
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
@@ -63,10 +38,6 @@ class ArrayHandle(jax.Array):
     def nbytes(self) -> int:
         """The bytes of all elements."""
         return self.size * self.itemsize
-
-    def how_to_use(self, what: str) -> str:
-        """Makes the text of an error: why the handle cannot be used so, and what can be done."""
-        return _how_to_use(what, repr(self), self.is_fully_addressable)
 
     def __len__(self):
         if not self.shape:
@@ -106,7 +77,7 @@ def _delegate(name: str, method: bool) -> Any:
         if not isinstance(handle, ArrayHandle):
             return handle
         if not handle.is_fully_addressable:
-            raise TypeError(handle.how_to_use(name))
+            raise TypeError(_how_to_use(name, repr(handle), handle.is_fully_addressable))
         return jnp.asarray(handle)
 
     def call(self: ArrayHandle, *args: Any, **kwargs: Any) -> Any:
@@ -130,11 +101,13 @@ def _refused(name: str) -> property:
     """Makes an attribute that a fetched array would answer wrongly, and that a handle has not."""
 
     def refuse(self: ArrayHandle) -> NoReturn:
-        raise TypeError(self.how_to_use(name))
+        raise TypeError(_how_to_use(name, repr(self), self.is_fully_addressable))
 
     return property(refuse)
 
 
+#: Attributes that the type of a handle has.
+_OF_TYPE = "shape", "dtype", "weak_type", "ndim", "size"
 #: Attributes about an array's place, which checkpointers read; a subclass gives its `sharding`.
 _PLACES = {"addressable_data", "addressable_shards", "device", "global_shards"}
 _OPERATORS = (
@@ -142,6 +115,8 @@ _OPERATORS = (
     "rpow matmul rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
     "round lt le gt ge eq ne getitem iter"
 ).split()
+for _name in _OF_TYPE:
+    setattr(ArrayHandle, _name, property(operator.attrgetter(f"_aval.{_name}")))
 for _name, _member in list(vars(jax.Array).items()):
     if _name in _PLACES:
         setattr(ArrayHandle, _name, _refused(_name))
@@ -155,7 +130,7 @@ ArrayHandle.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _refuse(handle: ArrayHandle) -> NoReturn:
-    raise ValueError(handle.how_to_use("a JAX function"))
+    raise ValueError(_how_to_use("a JAX function", repr(handle), handle.is_fully_addressable))
 
 
 def _refuse_place(place: HandleSharding) -> NoReturn:

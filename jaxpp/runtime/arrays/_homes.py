@@ -1,33 +1,97 @@
-"""The home of a rank's arrays: one device, or a mesh of devices over which they are split."""
+"""Homes: where the arrays of a rank are, on one device or split over a mesh of devices.
 
+All axes of a home are automatic. Explicit axes matter only to tracing, and nothing is traced there.
+A home may have the devices of several processes. Its processes have as many each; in the order of
+its axes, the devices of one process follow those of another.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from jaxpp import _compat
+from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import Spec, partition_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh, one of them the pipeline axis.
+
+    Args:
+        shape: the size of each axis.
+        names: the name of each axis.
+        num_ranks: the size of the pipeline axis.
+        inside: the mesh of every rank, without its devices; None where there is no other axis.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    num_ranks: int
+    inside: AbstractMesh | None
+
+
+def check_axes(
+    kind: str,
+    shape: Sequence[int],
+    axis_names: Sequence[str],
+    axis_types: Sequence[AxisType] | None = None,
+) -> Axes:
+    """Checks the axes of a mesh.
+
+    Args:
+        kind: what the mesh is called, for errors.
+        shape: the size of each axis.
+        axis_names: the name of each axis.
+        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
+
+    Raises:
+        ValueError: the names or types are not one for each axis, or the names are not different;
+            none of them is `"mpmd"`; or a size is below 1.
+    """
+    if not isinstance(shape, Iterable):
+        of = " For one of JAX's, pass mesh.devices.shape, its axis_names and its devices."
+        raise ValueError(
+            f"{kind} needs the size of each axis, as in {kind}((4, 2), ('mpmd', 'data')), got "
+            f"{shape!r}.{of if isinstance(shape, Mesh) else ''}"
+        )
+    shape, names = tuple(int(n) for n in shape), tuple(axis_names)
+    if len(shape) != len(names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"{kind} needs a name of its own for each axis, got shape {shape} and names {names}."
+        )
+    if PIPELINE_AXIS not in names:
+        raise ValueError(f"{kind} needs an axis named {PIPELINE_AXIS!r}, got {names}.")
+    types = (AxisType.Auto,) * len(names) if axis_types is None else tuple(axis_types)
+    if len(types) != len(names):
+        raise ValueError(f"{kind} needs a type for each of its axes {names}, got {types}.")
+    if any(n < 1 for n in shape):
+        sizes = dict(zip(names, shape, strict=True))
+        raise ValueError(f"{kind} needs axes of size 1 at least, got {sizes}.")
+    others = [n for n, name in enumerate(names) if name != PIPELINE_AXIS]
+    inside = AbstractMesh(
+        tuple(shape[n] for n in others),
+        tuple(names[n] for n in others),
+        axis_types=tuple(types[n] for n in others),
+    )
+    num_ranks = shape[names.index(PIPELINE_AXIS)]
+    return Axes(shape, names, num_ranks, inside if others else None)
+
 
 #: A rank's device, or its mesh.
 Home = jax.Device | Mesh
-
-
-def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ...]:
-    """Returns the home of each rank.
-
-    All axes of a home are automatic. Explicit axes matter only to tracing, and nothing is traced on
-    a home.
-
-    Args:
-        devices: the devices, the ranks along the first axis, the axes of `inside` behind it.
-        inside: the mesh of every rank without its devices; None where each is one device.
-    """
-    if inside is None:
-        return tuple(devices)
-    return tuple(Mesh(own, inside.axis_names) for own in devices)
 
 
 def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
@@ -45,9 +109,8 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
     """
     if len(devices) == 1:
         return devices[0]
-    grid = np.empty(len(devices), object)
-    grid[:] = devices
-    return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes))
+    grid = np.array(devices, object).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes))
 
 
 def default_device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
@@ -84,13 +147,6 @@ def sharding_in(home: Home, spec: Spec = (), kind: str | None = None) -> Shardin
     return SingleDeviceSharding(home, memory_kind=kind)
 
 
-def joined(shape: tuple[int, ...], sharding: Sharding, shards: Sequence[Any]) -> Any:
-    """Makes an array of its shards; JAX's function for it loses the memory kind of one device."""
-    if isinstance(sharding, SingleDeviceSharding):
-        return shards[0]
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
-
-
 @functools.cache
 def sharding_across(homes: tuple[Home, ...], spec: Spec = (), kind: str | None = None) -> Sharding:
     """Returns the sharding of an array that several homes have, all with the same split.
@@ -121,11 +177,32 @@ Box = tuple[tuple[int, int], ...]
 
 
 def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    """Returns the box of a sharding's index, for an array of some shape."""
+    """Returns the box of a sharding's index, for an array of some shape.
+
+    The index may have more dimensions: those of the integers that keys are made of.
+    """
     assert index is not None  # it is None only for devices of other processes
-    return tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
+    return tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=False))
 
 
-def distinct(homes: Sequence[Home]) -> tuple[Home, ...]:
-    """Returns the homes, each once, in their order."""
-    return tuple(dict.fromkeys(homes))
+@functools.lru_cache(4096)
+def boxes_here(shape: tuple[int, ...], sharding: Sharding) -> tuple[Box, ...]:
+    """Returns the boxes of an array that the devices of this process hold, each once, in order."""
+    held = sharding.addressable_devices_indices_map(shape)
+    return tuple(dict.fromkeys(box_of(index, shape) for index in held.values()))
+
+
+@functools.lru_cache(16)
+def spans(home: Home) -> bool:
+    """Tells whether the devices of a home belong to several processes."""
+    return isinstance(home, Mesh) and len({d.process_index for d in home.devices.flat}) > 1
+
+
+def resplit(array: Any, home: Home, spec: Spec) -> Any:
+    """Splits an array of the rank as a spec says; all processes of the rank have to call this."""
+    if not isinstance(array, jax.Array) or not isinstance(home, Mesh):
+        return array
+    sharding = sharding_in(home, spec, _compat.memory_kind(array.aval))
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    return jax.device_put(array, sharding)

@@ -1,26 +1,22 @@
-"""`StackedArray`: an array whose rows are on several ranks, and steps that take and give such.
-
-A parameter that is stacked over layers is distributed by `place`: each rank holds the rows of its
-stages. To the training loop it stays one leaf.
-"""
+"""`StackedArray`: an array whose rows are on several ranks; `gather` makes plain arrays of such."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxpp._program import Bundle, Cut, cuts_of
-from jaxpp._specs import Spec, type_of
-from jaxpp.jaxprs import check_there
+from jaxpp import _compat
+from jaxpp._specs import type_of
+from jaxpp.jaxprs import without_mesh
 from jaxpp.runtime.arrays._handle import ArrayHandle, HandleSharding
-from jaxpp.runtime.arrays._homes import on_device
-from jaxpp.runtime.arrays._shares import resplit
+from jaxpp.runtime.arrays._homes import default_device, on_device
 
+Tree = TypeVar("Tree")
 #: The first row of each part of an array, and the number of all rows at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
 
@@ -89,8 +85,7 @@ class StackedArray(ArrayHandle):
         self._parts = tuple(parts)
         self._bounds = (0, *itertools.accumulate(p.shape[0] for p in self._parts))
         first: Any = self._parts[0]
-        shape = (self._bounds[-1], *first.shape[1:])
-        self._aval = type_of(first.aval, shape)
+        self._aval = type_of(first.aval, (self._bounds[-1], *first.shape[1:]))
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -182,143 +177,45 @@ class StackedArray(ArrayHandle):
         return StackedArray, (self._parts,)
 
 
-# ---- steps --------------------------------------------------------------------------------------
+@without_mesh
+def gather(tree: Tree, device: jax.Device | None = None) -> Tree:  # pyright: ignore
+    """Copies the arrays of a pytree to one device, as plain arrays of JAX.
 
+    A placed step leaves its results with its ranks, and JAX computes with arrays of one device
+    only. Gather what `jax.jit`, `optax.tree.norm` or a checkpointer is to take. A step may consume
+    the tree afterwards. An array in the memory of the host stays there.
 
-class StackedStep:
-    """A step that cuts its arguments into parts, runs a step over parts, and stacks its results."""
+    Args:
+        tree: a pytree of arrays that are on any devices, or on the ranks of any mesh.
+        device: where they go; by default the default device of this process.
 
-    def __init__(self, step: Any, bundle: Bundle, in_cuts: Sequence[Cut], out_cuts: Sequence[Cut]):
-        self.step = step
-        self.bundle = bundle
-        self._in_cuts, self._out_cuts = in_cuts, out_cuts
+    Returns:
+        The tree, with the same values. Leaves that are not arrays of JAX, and tracers, stay as they
+        are.
 
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
-        """Runs the step."""
-        flat = self.flat(args)
-        results = self.step(flat)
-        numbers = _grouped(range(len(flat)), self._in_cuts)
-        for arg, own in zip(args, numbers, strict=True):
-            # If the step has consumed all slices of an array, the whole array is gone, too.
-            donated = all(self.bundle.arguments[n].donated for n in own)
-            if donated and isinstance(arg, jax.Array) and not arg.is_deleted():
-                arg.delete()
-        return [
-            own[0] if cut is None else StackedArray(own)
-            for own, cut in zip(_grouped(results, self._out_cuts), self._out_cuts, strict=True)
-        ]
+    Raises:
+        ValueError: an array on ranks has been donated.
+        RuntimeError: an array of this process has been donated.
+        RankError: a rank has failed.
 
-    def flat(self, args: Sequence[Any]) -> list[Any]:
-        """Returns the arguments of the step over parts.
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> step = jaxpp.place(lambda w: {"w": 2 * w}, jaxpp.MpmdMesh((1,)))
+        >>> jaxpp.gather(step(jnp.arange(3)))
+        {'w': Array([0, 2, 4], dtype=int32)}
+    """
+    target = default_device() if device is None else device
 
-        Raises:
-            ValueError: an array has been deleted.
-        """
-        found: list[Any] = []
-        records = _grouped(self.bundle.arguments, self._in_cuts)
-        for arg, cut, own in zip(args, self._in_cuts, records, strict=True):
-            stacked = isinstance(arg, StackedArray)
-            if cut is not None or stacked:
-                check_there(arg, own[0].name if cut is None else own[0].path)
-            if cut is None:
-                found.append(_whole(arg) if stacked else arg)
-            else:
-                found += parts_of(arg, cut)
-        return found
+    def plain(x: Any) -> Any:  # never the memory of the tree
+        if isinstance(x, StackedArray):
+            return jnp.concatenate([plain(part) for part in x.parts])
+        if not isinstance(x, jax.Array) or _compat.is_tracer(x):
+            return x
+        fetched = isinstance(x, ArrayHandle)
+        moved = jax.device_put(jnp.asarray(x) if fetched else x, on_device(target, x.aval))
+        return jnp.copy(moved) if not fetched and target in x.devices() else moved
 
-    def inspect(self) -> Any:
-        """Inspects the ranks."""
-        return self.step.inspect()
-
-    def describe(self) -> Any:
-        """Describes what each rank holds, sends and reduces."""
-        return self.step.describe()
-
-    def input_shardings(self) -> list[Any]:
-        """Returns the sharding of each argument that the step reads; stacked if in parts."""
-        cuts = self._in_cuts
-        return [
-            own[0] if cut is None else StackedSharding(cut, tuple(own))
-            for own, cut in zip(_grouped(self.step.input_shardings(), cuts), cuts, strict=True)
-        ]
-
-
-def with_stacked(step: Any, bundle: Bundle) -> Any:
-    """Wraps a step over parts in a `StackedStep`; returns a step over whole arrays unchanged."""
-    cuts = cuts_of(bundle.arguments), cuts_of(bundle.results)
-    return StackedStep(step, bundle, *cuts) if any(map(any, cuts)) else step
-
-
-def put_together(step: Any, args: Sequence[Any]) -> list[Any] | None:
-    """Runs a step over whole arrays where some arguments are in parts; None where none is."""
-    if not any(type(arg) is StackedArray for arg in args):
-        return None
-    bundle: Bundle = step.bundle
-    whole = (None,) * len(bundle.arguments), (None,) * len(bundle.results)
-    return StackedStep(step, bundle, *whole)(args)
-
-
-def _grouped(flat: Sequence[Any], cuts: Sequence[Cut]) -> Iterator[list[Any]]:
-    rest = iter(flat)
-    for cut in cuts:
-        yield list(itertools.islice(rest, 1 if cut is None else len(cut) - 1))
-
-
-def _whole(array: StackedArray) -> Any:
-    keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return jnp.asarray(array) if keys or not array.is_remote else np.asarray(array)
-
-
-def parts_of(array: Any, bounds: Bounds) -> list[Any]:
-    """Finds the rows of an array from bound to bound: its own parts where they fit, else slices."""
-    if not isinstance(array, StackedArray):
-        array = array if isinstance(array, jax.Array) else np.asarray(array)
-        if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            return _remote_slices(array, list(itertools.pairwise(bounds)))
-        return [_slice(array, a, b) for a, b in itertools.pairwise(bounds)]
-    if array.bounds == bounds:
-        return list(array.parts)
-    if set(array.bounds) <= set(bounds):  # cut finer
-        found = []
-        for part, (low, high) in zip(array.parts, itertools.pairwise(array.bounds), strict=True):
-            own = tuple(b - low for b in bounds if low <= b <= high)
-            found += parts_of(part, own) if len(own) > 2 else [part]
-        return found
-    return parts_of(_whole(array), bounds)
-
-
-def _slice(array: Any, start: int, stop: int) -> Any:
-    if isinstance(array, np.ndarray):
-        return array[start:stop]
-    return jax.lax.slice_in_dim(array, start, stop)
-
-
-def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any]:
-    """Slices a `RemoteArray` on the first rank that holds it; the slices' rows are not split."""
-    mesh, rank = array.mesh, array.ranks[0]
-    aval = array.aval
-    spec = ((), *array.spec[1:]) if array.spec else ()
-    parts = [
-        mesh.new_array(
-            type_of(aval, (b - a, *aval.shape[1:])),
-            (rank,),
-            spec,
-        )
-        for a, b in intervals
-    ]
-    items = [(part.id, a, b) for part, (a, b) in zip(parts, intervals, strict=True)]
-    mesh.apply_everywhere(slice_on_rank, {rank: (array.id, items, spec)}).results()
-    return parts
-
-
-def slice_on_rank(
-    process: Any, number: int, items: Sequence[tuple[int, int, int]], spec: Spec = ()
-) -> None:
-    """Makes arrays from rows of an array that a rank holds, split as `spec` says."""
-    array = process.arrays[number]
-    if isinstance(process.home, Mesh):
-        array = resplit(array, process.home, spec)
-    slices = [(new, jax.lax.slice_in_dim(array, a, b)) for new, a, b in items]
-    if isinstance(process.home, Mesh):
-        slices = [(new, resplit(part, process.home, spec)) for new, part in slices]
-    process.arrays.update(slices)
+    for x in jtu.tree_leaves(tree):
+        if isinstance(x, ArrayHandle) and not x.is_fully_addressable:
+            x.copy_to_host_async()  # all values come in one fetch
+    return jtu.tree_map(plain, tree)

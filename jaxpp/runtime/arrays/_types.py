@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxpp import _compat
 from jaxpp._specs import Spec
 from jaxpp.jaxprs import WIDE
-from jaxpp.runtime.arrays._homes import Box, Home, box_of, joined, sharding_in
+from jaxpp.runtime.arrays._homes import Box, Home, box_of, boxes_here, sharding_in
 
 _FLOAT0 = "float0"
 
@@ -119,13 +119,15 @@ def to_host(array: Any) -> np.ndarray:
         array([128,  63,   0,  64], dtype=uint8)
     """
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        boxes = {tuple((i.start, i.stop) for i in s.index): s for s in array.addressable_shards}
-        parts = [to_host(shard.data) for shard in boxes.values()]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        held = {box_of(s.index, array.shape): s.data for s in array.addressable_shards}
+        boxes = boxes_here(array.shape, array.sharding)
+        return np.concatenate([to_host(held[box]) for box in boxes])
     if not isinstance(array.dtype, np.dtype):
         array = jax.random.key_data(array)
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
-        host = _put_together(array)
+        host = np.empty(array.shape, array.dtype)  # unlike `np.asarray`, which the array would keep
+        for box, data in shards_of(array):
+            _put(np.asarray(data), host, box)
     else:
         host = np.asarray(array)
     if host.dtype.itemsize == 0 or host.size == 0:
@@ -149,14 +151,23 @@ def start_copies(arrays: Sequence[Any]) -> None:
             array.copy_to_host_async()
 
 
-def _put_together(array: jax.Array) -> np.ndarray:
-    """Joins an array's shards on the host; unlike `np.asarray`, leaves no copy with the array."""
-    shards = [s for s in array.addressable_shards if s.replica_id == 0]
-    start_copies([shard.data for shard in shards])
-    host = np.empty(array.shape, array.dtype)
-    for shard in shards:
-        host[shard.index] = np.asarray(shard.data)
-    return host
+def shards_of(array: jax.Array) -> list[tuple[Box, jax.Array]]:
+    """Returns the shards that this process has of an array, and no earlier device, by their boxes.
+
+    Keys are the integers that they are made of. The shards are on their way to the host.
+    """
+    found = []
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            plain = isinstance(array.dtype, np.dtype)
+            data = shard.data if plain else jax.random.key_data(shard.data)
+            data.copy_to_host_async()
+            found.append((box_of(shard.index, array.shape), data))
+    return found
+
+
+def _put(part: np.ndarray, whole: np.ndarray, box: Box) -> None:
+    whole[tuple(slice(*interval) for interval in box)] = part
 
 
 def from_host(
@@ -191,25 +202,47 @@ def from_host(
         Array([1, 2], dtype=bfloat16)
     """
     host = host_array(buffer, array_type if boxes is None else array_type.share(boxes))
-    shape = array_type.host_shape
     if array_type.dtype == _FLOAT0:
-        return np.empty(shape, array_type.host_dtype)
+        return np.empty(array_type.host_shape, array_type.host_dtype)
 
-    def part(index: Any) -> np.ndarray:
+    def part(box: Box) -> np.ndarray:
         if boxes is None:
-            return host[(*index, ...)] if isinstance(home, Mesh) else host
-        return host[boxes.index(box_of(index[: len(array_type.shape)], array_type.shape)), ...]
+            return host[(*(slice(*interval) for interval in box), ...)]
+        return host[boxes.index(box), ...]
 
-    sharding = sharding_in(home, spec, array_type.kind)
+    return from_boxes(part, array_type, sharding_in(home, spec, array_type.kind))
+
+
+def from_boxes(
+    part: Callable[[Box], np.ndarray], array_type: ArrayType, sharding: Sharding | None
+) -> jax.Array:
+    """Makes an array of boxes on the host, whose memory it may keep as `from_host` does.
+
+    Args:
+        part: gives a box; called for each device of this process.
+        array_type: the type of the array.
+        sharding: where it goes, and into which memory there; None for the default device, to which
+            the array is not committed.
+    """
+    shape = array_type.host_shape
+
+    def of_index(index: Any) -> np.ndarray:
+        return part(box_of(index, array_type.shape))
+
     with jax.enable_x64(True) if array_type.dtype in WIDE else contextlib.nullcontext():
-        if array_type.kind is None:  # in a third of the time of device_put
-            array = jax.make_array_from_callback(shape, sharding, part)
-        else:  # which JAX's function for callbacks does not do
+        if sharding is None:
+            array = jax.device_put(part(tuple((0, n) for n in array_type.shape)))
+        elif sharding.memory_kind != _compat.PINNED_HOST:  # in a third of the time of device_put
+            array = jax.make_array_from_callback(shape, sharding, of_index)
+        else:  # JAX's functions for callbacks and for shards lose the memory kind of one device
+            one = functools.partial(SingleDeviceSharding, memory_kind=sharding.memory_kind)
             shards = [
-                jax.device_put(part(index), sharding_in(device, (), array_type.kind))
+                jax.device_put(of_index(index), one(device))
                 for device, index in sharding.addressable_devices_indices_map(shape).items()
             ]
-            array = joined(shape, sharding, shards)
+            whole = isinstance(sharding, SingleDeviceSharding)
+            join = jax.make_array_from_single_device_arrays
+            array = shards[0] if whole else join(shape, sharding, shards)
     if array_type.key is None:
         return array
     return jax.random.wrap_key_data(array, impl=array_type.key)
@@ -291,3 +324,33 @@ def host_array(buffer: Any, array_type: ArrayType) -> np.ndarray:
     if data.nbytes < nbytes:
         raise ValueError(f"{array_type} needs {nbytes} bytes, got {data.nbytes}.")
     return data[:nbytes].view(array_type.host_dtype).reshape(array_type.host_shape)
+
+
+# ---- arrays of several processes ----------------------------------------------------------------
+
+#: The share of a process in an array: boxes, all of one shape, and the bytes of all of them.
+Share = tuple[Sequence[Box], np.ndarray]
+
+
+def own_share(array: Any) -> Share:
+    """Returns the share of this process in an array, without what an earlier device has."""
+    shards = shards_of(array) if isinstance(array, jax.Array) else []  # not of float0
+    parts = [np.empty(0, np.uint8), *(to_host(data) for _, data in shards)]
+    return [box for box, _ in shards], np.concatenate(parts)
+
+
+def join_shares(array_type: ArrayType, shares: Sequence[Share]) -> np.ndarray:
+    """Makes the whole array, a copy on the host, from what `own_share` gives in its processes.
+
+    Example:
+        >>> left = [((0, 1),)], np.array([7], np.uint8)
+        >>> right = [((1, 2),)], np.array([8], np.uint8)
+        >>> join_shares(ArrayType((2,), "uint8"), [left, right])
+        array([7, 8], dtype=uint8)
+    """
+    whole = np.empty(array_type.host_shape, array_type.host_dtype)
+    for boxes, data in shares:
+        parts = host_array(data, array_type.share(boxes)) if boxes else ()
+        for box, part in zip(boxes, parts, strict=True):
+            _put(part, whole, box)
+    return whole

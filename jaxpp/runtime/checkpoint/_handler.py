@@ -6,35 +6,84 @@ The type handler takes arrays to and from the processes that hold them.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint import future
 
 from jaxpp import _compat
-from jaxpp._specs import Spec, axis_sizes, spec_of, type_of
+from jaxpp._specs import Spec, axis_sizes, partition_spec, spec_of, type_of
 from jaxpp.runtime.arrays import ArrayType, StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _shares
-from jaxpp.runtime.checkpoint._shares import Database, Share, Source, Stored
+from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted
 from jaxpp.runtime.remote import RemoteArray, RemoteSharding
 
-#: The handlers of Orbax that read our leaves where it is not told to where, by name, and the types
-#: of the leaves. Orbax could not know the devices of an array, so it reads it as one of NumPy.
-_KINDS = {
-    "np.ndarray": (jax.Array, np.ndarray),
-    "scalar": (np.generic, bool, int, float, complex),
-}
 _NUMBERS = (bool, int, float, complex)
+
+
+class _Saving(ocp.type_handlers.TypeHandler):
+    """Writes leaves in the processes that hold them; a handler of Orbax's says what they are.
+
+    Args:
+        copy: whether they may be donated before they have been written.
+    """
+
+    _array_metadata_store = None  # Orbax asks for it
+    _writer = ""
+
+    def __init__(self, copy: bool):
+        super().__init__()
+        self._copy = copy
+        #: The write of the last save.
+        self.last: future.Future = future.NoopFuture()
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
+    ) -> Sequence[Any]:
+        """Copies arrays, and returns the write of the copies."""
+        copied = concurrent.futures.Future()
+        try:
+            if any(arg.dtype is not None for arg in args or ()):
+                raise ValueError(
+                    "jaxpp saves arrays as they are; cast them before, not by SaveArgs."
+                )
+            copied.set_result(snapshot([info.name for info in infos], values, self._copy))
+        except Exception as error:
+            # The write raises it. If it were raised here, a thread of Orbax would wait for ten
+            # minutes for the directory, which is not made then, and the process for the thread.
+            copied.set_exception(error)
+
+        async def commit() -> None:
+            write = copied.result()
+            await infos[0].await_path_creation()  # of the checkpoint, which has all
+            await asyncio.to_thread(write, infos[0].parent_dir, self._writer)
+
+        name = f"jaxpp-{self._writer}"
+        self.last = future.CommitFutureAwaitingContractedSignals(commit(), name=name)
+        return [self.last]
+
+
+class _Arrays(_Saving, ocp.type_handlers.NumpyHandler):
+    """Arrays. Orbax, which could not know their devices, reads them as those of NumPy."""
+
+    _writer = "driver"
+
+
+class _Numbers(_Saving, ocp.type_handlers.ScalarHandler):
+    """Numbers."""
+
+    _writer = "scalar"
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
@@ -45,11 +94,20 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
     """
 
     def __init__(self, copy: bool = True):
-        handlers = [(own, ArrayHandler(kind, copy)) for kind, own in _KINDS.items()]
-        pairs = [(each, handler) for own, handler in handlers for each in own]
+        arrays, numbers = self._saving = _Arrays(copy), _Numbers(copy)
         string = ocp.type_handlers.get_type_handler(str)
-        registry = ocp.type_handlers.create_type_handler_registry(*pairs, (str, string))
+        registry = ocp.type_handlers.create_type_handler_registry(
+            *((kind, arrays) for kind in (jax.Array, np.ndarray)),
+            *((kind, numbers) for kind in (np.generic, *_NUMBERS)),
+            (str, string),
+        )
         super().__init__(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
+
+    def wait(self) -> None:
+        """Waits for the writes of the last save, which may go on beside one that has failed."""
+        for handler in self._saving:
+            with contextlib.suppress(Exception):
+                handler.last.result()
 
     def restore(self, directory: Any, *_: Any, args: Any = None, **__: Any) -> Any:
         """Reads the arrays to where those of `args.item` are, or where `args.restore_args` says."""
@@ -72,146 +130,96 @@ class StateRestore(ocp.args.PyTreeRestore):
     """The arguments by which Orbax restores a pytree with `StateHandler`."""
 
 
-class ArrayHandler(ocp.type_handlers.TypeHandler):
-    """Writes and reads leaves of a kind, in the processes that hold them.
-
-    Args:
-        kind: the name of Orbax's own handler for them, which reads what this one has written.
-        copy: whether they may be donated before they have been written.
-    """
-
-    _array_metadata_store = None  # Orbax asks for it
-
-    def __init__(self, kind: str, copy: bool):
-        self._plain = ocp.type_handlers.get_type_handler(kind)
-        self._copy = copy
-
-    def typestr(self) -> str:
-        """Returns the name of the kind."""
-        return self._plain.typestr()
-
-    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        """Describes leaves of a checkpoint."""
-        return await self._plain.metadata(infos)
-
-    async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
-    ) -> Sequence[Any]:
-        """Copies arrays, and returns the write of the copies."""
-        writer = "driver" if self.typestr() == "np.ndarray" else self.typestr()
-        names = [info.name for info in infos]
-        copied = concurrent.futures.Future()
-        try:
-            copied.set_result(Snapshot.of(names, values, args or (), self._copy))
-        except Exception as error:
-            # The write raises it. If it were raised here, a thread of Orbax would wait for ten
-            # minutes for the directory, which is not made then, and the process for the thread.
-            copied.set_exception(error)
-
-        async def commit() -> None:
-            snapshot = copied.result()
-            for info in infos:
-                await info.await_path_creation()
-            await asyncio.to_thread(snapshot.write, infos[0].parent_dir, writer)
-
-        return [future.CommitFutureAwaitingContractedSignals(commit(), name=f"jaxpp-{writer}")]
-
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        """Reads arrays of which no target is known."""
-        return await self._plain.deserialize(infos, args)
-
-
 # ---- saving -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """Copies or views of arrays, each on the host of the process that holds it.
+def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callable[[Any, str], None]:
+    """Copies arrays, or views them, between the steps called before and those called after.
+
+    Each is copied to the host of the process that holds it.
 
     Args:
-        arrays: how each array lies in the checkpoint, by its name.
-        own: the shares of this process.
-        mesh: the remote mesh of the others, if there are any.
-        held: stands for the copies of the ranks, which drop them when it goes.
-        names: for each rank the names of the arrays of which it writes shares.
+        names: the arrays' in the checkpoint.
+        values: arrays, those of ranks too, and numbers.
+        copy: whether to copy where a view would do.
+
+    Returns:
+        The function that writes the copies to a directory, as those of a writer, and waits until
+        all have been written. It may be called once.
     """
+    local: list[tuple[Saved, Any]] = []
+    remote: dict[int, list[tuple[Saved, int]]] = defaultdict(list)
+    keys: list[Saved] = []
+    meshes: list[Any] = []
+    for name, value in zip(names, values, strict=True):
+        kind = _type_of(value)
+        saved = Saved(name, kind, _shares.chunk_shape(kind, _share_shape(value)))
+        keys += [saved] if kind.key else []
+        stacked = isinstance(value, StackedArray)
+        parts = zip(value.parts, value.bounds, strict=False) if stacked else [(value, 0)]
+        for part, row in parts:
+            rows = dataclasses.replace(saved, row=row)
+            if isinstance(part, RemoteArray):
+                part.mesh.check_array(part)
+                meshes.append(part.mesh)
+                remote[part.ranks[0]].append((rows, part.id))
+            else:
+                local.append((rows, part))
+    mesh, held, calls = _one_mesh(meshes), None, None
+    if mesh is not None:
+        # It stands for the copies of the ranks, which drop them when it goes.
+        held = mesh.new_array(jax.ShapeDtypeStruct((), bool), tuple(sorted(remote)), ())
+        arguments = {rank: (held.id, own, copy) for rank, own in remote.items()}
+        calls = mesh.apply_everywhere(_shares.snapshot, arguments)
+    shares = _shares.to_shares(local, copy)
+    if calls:
+        calls.results()
 
-    arrays: Mapping[str, Stored]
-    own: list[Share]
-    mesh: Any
-    held: RemoteArray | None
-    names: Mapping[int, Sequence[str]]
-
-    @staticmethod
-    def of(
-        names: Sequence[str], values: Sequence[Any], args: Sequence[Any], copy: bool
-    ) -> "Snapshot":
-        """Copies arrays, or views them, between the steps called before and those called after."""
-        if any(arg.dtype is not None for arg in args):
-            raise ValueError("jaxpp saves arrays as they are; cast them before, not by SaveArgs.")
-        local: list[tuple[str, Any, int]] = []
-        remote: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
-        meshes: list[Any] = []
-        for name, value in zip(names, values, strict=True):
-            stacked = isinstance(value, StackedArray)
-            parts = zip(value.parts, value.bounds, strict=False) if stacked else [(value, 0)]
-            for part, row in parts:
-                if isinstance(part, RemoteArray):
-                    part.mesh.check_array(part)
-                    meshes.append(part.mesh)
-                    remote[part.ranks[0]].append((name, part.id, row))
-                else:
-                    local.append((name, part, row))
-        mesh = _one_mesh(meshes)
-        held = calls = None
-        if mesh is not None:
-            held = mesh.new_array(jax.ShapeDtypeStruct((), bool), tuple(sorted(remote)), ())
-            arguments = {rank: (held.id, own, copy) for rank, own in remote.items()}
-            calls = mesh.apply_everywhere(_shares.snapshot, arguments)
-        own = _shares.to_shares(local, copy)
-        found = calls.results() if calls else {}
-        boxes = defaultdict(list)
-        of_ranks = itertools.chain(*itertools.chain(*found.values()))
-        for name, box in itertools.chain(_shares.boxes_of(own), of_ranks):
-            boxes[name].append(box)
-        types = {name: _type_of(value) for name, value in zip(names, values, strict=True)}
-        arrays = {n: Stored(t, _shares.chunk_shape(t, boxes[n])) for n, t in types.items()}
-        used = {rank: [name for name, _, _ in own] for rank, own in remote.items()}
-        return Snapshot(arrays, own, mesh, held, used)
-
-    def write(self, directory: Any, writer: str) -> None:
-        """Writes the copies, each in the process that holds it, and waits until all have."""
+    def write(directory: Any, writer: str) -> None:
         calls = None
-        if self.held is not None:
-            arguments = {
-                rank: (self.held.id, str(directory), {n: self.arrays[n] for n in names})
-                for rank, names in self.names.items()
-            }
-            calls = self.mesh.apply_everywhere(_shares.write, arguments, ordered=False)
         try:
-            if self.own:
-                _shares.write_shares(str(directory), writer, self.arrays, self.own)
-            self._tell_of_keys(directory)
+            if held is not None:
+                arguments = dict.fromkeys(held.ranks, (held.id, str(directory)))
+                calls = held.mesh.apply_everywhere(_shares.write, arguments, ordered=False)
+            if shares:
+                _shares.write_shares(str(directory), writer, shares)
+            _tell_of_keys(directory, keys)
             if calls:
                 calls.results()
-        finally:  # also where somebody keeps the error, and with it this object
-            self.own.clear()
-            if self.held is not None:
-                self.held.delete()
+        finally:  # also where somebody keeps the error, and with it this function
+            shares.clear()
+            if held is not None:
+                held.delete()
 
-    def _tell_of_keys(self, directory: Any) -> None:
-        """Writes down which arrays are random keys, where Orbax looks for it."""
-        keys = [
-            {"array_metadata": {
-                "param_name": name, "write_shape": own.type.host_shape, "chunk_shape": own.chunk,
-                "ext_metadata": {"random_key_impl": own.type.key},
-            }}
-            for name, own in self.arrays.items() if own.type.key
-        ]  # fmt: skip
-        if keys:
-            folder = directory / "array_metadatas"
-            folder.mkdir(exist_ok=True)
-            (folder / "process_0").write_text(json.dumps({"array_metadatas": keys}))
+    return write
+
+
+def _share_shape(value: Any) -> tuple[int, ...]:
+    """Returns the shape of which each share of an array is a multiple, at multiples of it."""
+    if isinstance(value, StackedArray):
+        shapes = zip(*map(_share_shape, value.parts), strict=True)
+        first, *rest = (math.gcd(*sizes) for sizes in shapes)
+        return math.gcd(first, *value.bounds), *rest
+    if isinstance(value, RemoteArray):
+        return _split(value.shape, value.mesh, partition_spec(value.spec))
+    if isinstance(value, jax.Array):
+        return value.sharding.shard_shape(value.shape)
+    return np.shape(value)
+
+
+def _tell_of_keys(directory: Any, keys: Sequence[Saved]) -> None:
+    """Writes down which arrays are random keys, where Orbax looks for it."""
+    told = [
+        {"array_metadata": {
+            "param_name": key.name, "write_shape": key.type.host_shape, "chunk_shape": key.chunk,
+            "ext_metadata": {"random_key_impl": key.type.key},
+        }}
+        for key in keys
+    ]  # fmt: skip
+    if told:
+        folder = directory / "array_metadatas"
+        folder.mkdir(exist_ok=True)
+        (folder / "process_0").write_text(json.dumps({"array_metadatas": told}))
 
 
 def checked(tree: Any) -> Any:
@@ -395,47 +403,55 @@ def _kept(target: Target, found: str) -> Any:
     return like
 
 
-def _read(database: Database, wanted: Sequence[Target]) -> list[Any]:
+def _read(database: Database, targets: Sequence[Target]) -> list[Any]:
     """Reads arrays, each in the process that it goes to."""
-    local: list[tuple[Source, Any, bool]] = []
-    remote: list[tuple[RemoteArray, Source]] = []
-    finish: list[Any] = []  # for each leaf what makes it of what this process has read
-
-    def note(like: Any, source: Source, place: Any) -> Any:
-        if not isinstance(place, RemoteSharding):
-            local.append((source, place, bool(getattr(like, "weak_type", False))))
-            number = len(local) - 1
-            return lambda: read[number]
-        aval = type_of(getattr(like, "aval", like), source.part.shape)
+    parts = [(target.like, own) for target in targets for own in _parts_of(target)]
+    mesh = _one_mesh([p.place.mesh for _, p in parts if isinstance(p.place, RemoteSharding)])
+    local: list[Wanted] = []
+    remote: dict[int, list[tuple[int, Wanted]]] = defaultdict(list)
+    arrays: list[RemoteArray | None] = []  # None for one of this process
+    for like, own in parts:
+        if not isinstance(own.place, RemoteSharding):
+            local.append(own)
+            arrays.append(None)
+            continue
+        aval, spec = type_of(getattr(like, "aval", like), own.part.shape), _spec_of(own)
         # Where the step does not read it on any rank, any rank may keep it.
-        array = place.mesh.new_array(aval, place.ranks or (0,), _spec_of(source, place))
-        remote.append((array, source))
-        return lambda: array
-
-    for target in wanted:
-        source = Source(target.name, target.path, _type_of(target.like))
-        if isinstance(target.place, StackedSharding):
-            _check_rows(source, target.place)
-            each = zip(target.place.intervals, target.place.parts, strict=True)
-            parts = [note(target.like, dataclasses.replace(source, rows=r), p) for r, p in each]
-            finish.append(lambda parts=parts: StackedArray([part() for part in parts]))
-        else:
-            whole = note(target.like, source, target.place)
-            finish.append(lambda whole=whole, like=target.like: _number(whole(), like))
-    mesh = _one_mesh([array.mesh for array, _ in remote])
-    items: dict[int, list[Any]] = defaultdict(list)
-    for array, source in remote:
-        split = array.spec, _compat.memory_kind(array.aval)
+        array = mesh.new_array(aval, own.place.ranks or (0,), spec)
+        arrays.append(array)
+        there = dataclasses.replace(own, place=(spec, _compat.memory_kind(aval)))
         for rank in array.ranks:
-            items[rank].append((array.id, source, split, array.weak_type))
-    arguments = {rank: (database, own) for rank, own in items.items()}
+            remote[rank].append((array.id, there))
+    arguments = {rank: (database, own) for rank, own in remote.items()}
     calls = mesh.apply_everywhere(_shares.read, arguments) if mesh else None
     try:
-        read = _shares.read_arrays(database, local)
+        read = iter(_shares.read_arrays(database, local))
     finally:
         if calls:
             calls.results()
-    return [make() for make in finish]
+    rest = iter([next(read) if array is None else array for array in arrays])
+    return [
+        StackedArray(list(itertools.islice(rest, len(t.place.parts))))
+        if isinstance(t.place, StackedSharding)
+        else _number(next(rest), t.like)
+        for t in targets
+    ]
+
+
+def _parts_of(target: Target) -> list[Wanted]:
+    """Returns what is to be read for a leaf: the array, or its rows that go to each place."""
+    like, place = target.like, target.place
+    weak = bool(getattr(like, "weak_type", False))
+    whole = Wanted(target.name, target.path, _type_of(like), place, weak)
+    if not isinstance(place, StackedSharding):
+        return [whole]
+    if whole.type.shape[:1] != (place.bounds[-1],):
+        raise ValueError(
+            f"The leaf {target.path} is {whole.type}, but its sharding is of an array with "
+            f"{place.bounds[-1]} rows; give it a sharding of its own."
+        )
+    each = zip(place.intervals, place.parts, strict=True)
+    return [dataclasses.replace(whole, rows=rows, place=own) for rows, own in each]
 
 
 def _number(array: Any, like: Any) -> Any:
@@ -461,30 +477,27 @@ def _one_mesh(meshes: Sequence[Any]) -> Any:
     return meshes[0] if meshes else None
 
 
-def _check_rows(source: Source, place: StackedSharding) -> None:
-    if source.type.shape[:1] != (place.bounds[-1],):
-        raise ValueError(
-            f"The leaf {source.path} is {source.type}, but its sharding is of an array with "
-            f"{place.bounds[-1]} rows; give it a sharding of its own."
-        )
-
-
-def _spec_of(source: Source, place: RemoteSharding) -> Spec:
-    """Returns the split of an array in the ranks that hold it.
+def _spec_of(wanted: Wanted) -> Spec:
+    """Returns the split of an array in the ranks that it goes to.
 
     Raises:
         ValueError: it cannot be split so.
     """
-    shape = source.part.shape
-    spec = spec_of(place.spec, len(shape))
-    sizes = axis_sizes(place.mesh.inside)
-    parts = [math.prod(sizes.get(axis, 0) for axis in entry) for entry in spec]
-    if any(p == 0 or n % p for n, p in zip(shape, parts, strict=True)):
+    place, shape = wanted.place, wanted.part.shape
+    try:
+        _split(shape, place.mesh, place.spec)
+    except ValueError as error:
         raise ValueError(
-            f"The leaf {source.path} is {source.part}, which cannot be split as {place.spec} over "
-            f"the axes {sizes} inside a rank; give it a sharding of its own."
-        )
-    return spec
+            f"The leaf {wanted.path} is {wanted.part}, which cannot be split as {place.spec} over "
+            f"the axes {axis_sizes(place.mesh.inside)} inside a rank; give it a sharding of its "
+            f"own."
+        ) from error
+    return spec_of(place.spec, len(shape))
+
+
+def _split(shape: tuple[int, ...], mesh: Any, spec: PartitionSpec) -> tuple[int, ...]:
+    """Returns the shape of an array's shards in a rank; raises a `ValueError` where it has none."""
+    return NamedSharding(mesh.inside or AbstractMesh((), ()), spec).shard_shape(shape)
 
 
 def check_format(directory: Any) -> None:

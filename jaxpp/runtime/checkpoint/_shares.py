@@ -23,41 +23,58 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxpp import _compat
-from jaxpp.runtime.arrays import ArrayType, Box, box_of, joined, sharding_in
+from jaxpp.runtime.arrays import ArrayType, Box, boxes_here, from_boxes, sharding_in, shards_of
 
 #: The bytes of a chunk; a chunk is the least part of an array that can be read.
 CHUNK_BYTES = 4 << 20
 #: Bytes up to which a chunk lies in the nodes of the database, and needs no read of its own.
 INLINE_BYTES = 8192
+#: The bytes of a file of a database: several are written and made durable side by side.
+FILE_BYTES = 16 << 20
 #: The start of the names of the databases that Orbax merges.
 DATABASE = "ocdbt.process_"
 
-#: A share of an array on the host: the array's name, the offset, and the elements.
-Share = tuple[str, tuple[int, ...], np.ndarray]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
-    """The way an array lies in a checkpoint: its type, and the shape of its chunks."""
+class Saved:
+    """An array of a checkpoint, or its rows from `row` on, as it is saved.
 
+    Args:
+        name: the array's in the checkpoint.
+        type: the whole array's.
+        chunk: the shape of its chunks.
+        row: the first of the rows.
+    """
+
+    name: str
     type: ArrayType
     chunk: tuple[int, ...]
+    row: int = 0
+
+
+#: A part of an array on the host: whose it is, its offset there, and its elements.
+Share = tuple[Saved, tuple[int, ...], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class Wanted:
     """An array of a checkpoint, or some of its rows, that is wanted.
 
     Args:
         name: the array's in the checkpoint.
         path: the leaf's in the pytree, for errors.
         type: the whole array's.
+        place: where it goes: a sharding; None for the default device, to which it is not committed;
+            `np`, the host. In a message to a rank, its split there and its memory kind.
+        weak: whether it is weakly typed.
         rows: the rows that are wanted, as their start and stop; None for all.
     """
 
     name: str
     path: str
     type: ArrayType
+    place: Any = np
+    weak: bool = False
     rows: tuple[int, int] | None = None
 
     @property
@@ -87,109 +104,76 @@ class Database:
 # ---- in a process of a rank ---------------------------------------------------------------------
 
 
-def snapshot(
-    process: Any, number: int, items: Sequence[tuple[str, int, int]], copy: bool
-) -> list[tuple[str, Box]]:
+def snapshot(process: Any, number: int, items: Sequence[tuple[Saved, int]], copy: bool) -> None:
     """Copies or views arrays of a rank on the host; this stays until its number is dropped.
 
     Args:
         process: the rank's.
         number: the copies go by this number among the rank's arrays.
-        items: the name of each array in the checkpoint, its number, and its first row there.
+        items: the arrays, and their numbers.
         copy: whether to copy them where a view would do.
-
-    Returns:
-        The names and boxes of the copies.
     """
-    arrays = process.wait_for([own for _, own, _ in items])
-    own = [(name, a, row) for (name, _, row), a in zip(items, arrays, strict=True)]
-    shares = to_shares(own, copy)
-    process.arrays[number] = shares
-    return boxes_of(shares)
+    arrays = process.wait_for([own for _, own in items])
+    saved = [own for own, _ in items]
+    process.arrays[number] = to_shares(zip(saved, arrays, strict=True), copy)
 
 
-def write(process: Any, number: int, directory: str, arrays: Mapping[str, Stored]) -> None:
+def write(process: Any, number: int, directory: str) -> None:
     """Writes what `snapshot` has copied."""
     (shares,) = process.wait_for([number])
-    writer = f"rank{process.rank}process{jax.process_index()}"  # of those of the rank
-    write_shares(directory, writer, arrays, shares)
+    write_shares(directory, f"rank{process.rank}process{jax.process_index()}", shares)
 
 
-def read(process: Any, database: Database, items: Sequence[tuple[int, Source, Any, bool]]) -> None:
-    """Reads arrays onto the devices of a rank.
-
-    Args:
-        process: the rank's.
-        database: where they are.
-        items: for each array its number, its source, its split and memory kind in the rank, and
-            whether it is weakly typed.
-    """
-    wanted = [(s, sharding_in(process.home, *split), weak) for _, s, split, weak in items]
-    arrays = read_arrays(database, wanted)
-    process.arrays.update((i[0], array) for i, array in zip(items, arrays, strict=True))
+def read(process: Any, database: Database, items: Sequence[tuple[int, Wanted]]) -> None:
+    """Reads arrays onto the devices of a rank; each gets its number."""
+    here = [
+        dataclasses.replace(own, place=sharding_in(process.home, *own.place)) for _, own in items
+    ]
+    arrays = read_arrays(database, here)
+    process.arrays.update((n, array) for (n, _), array in zip(items, arrays, strict=True))
 
 
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def to_shares(arrays: Iterable[tuple[str, Any, int]], copy: bool) -> list[Share]:
+def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Share]:
     """Copies or views the shares of arrays that this process holds, each once, on the host.
 
     A view of an array of JAX keeps its memory from being donated.
 
     Args:
-        arrays: the name of each array, its value, and its first row in the array of that name.
+        arrays: what is saved, and its value.
         copy: whether to copy what is on the host, which may change then.
     """
-    parts: list[tuple[str, tuple[int, ...], Any]] = []
+    parts: list[tuple[Saved, Box, Any]] = []
+    for saved, array in arrays:
+        shards = shards_of(array) if isinstance(array, jax.Array) else [((), array)]
+        parts += [(saved, box, data) for box, data in shards]
 
-    def note(name: str, data: Any, index: Sequence[slice], row: int) -> None:
-        starts = [own.start or 0 for own in index] + [0] * np.ndim(data)
-        starts[:1] = [starts[0] + row] if starts else []
-        parts.append((name, tuple(starts[: np.ndim(data)]), data))
+    def share(saved: Saved, box: Box, data: Any) -> Share:
+        # What is on another kind of device is copied to the host in any case.
+        views = not isinstance(data, jax.Array) or any(d.platform == "cpu" for d in data.devices())
+        host = np.array(data) if copy and views else np.asarray(data)
+        offset = [start for start, _ in box] + [0] * (host.ndim - len(box))
+        return saved, tuple(n + saved.row * (d == 0) for d, n in enumerate(offset)), host
 
-    for name, array, row in arrays:
-        if not isinstance(array, jax.Array):
-            note(name, array, (), row)
-            continue
-        key = not isinstance(array.dtype, np.dtype)
-        for shard in array.addressable_shards:
-            if shard.replica_id == 0:
-                data: Any = jax.random.key_data(shard.data) if key else shard.data
-                data.copy_to_host_async()
-                note(name, data, shard.index, row)
-    # What is on another kind of device is copied to the host in any case.
-    on_host = np.array if copy else np.asarray
-    return [
-        (name, offset, on_host(data) if _is_on_host(data) else np.asarray(data))
-        for name, offset, data in parts
-    ]
+    return [share(*part) for part in parts]
 
 
-def _is_on_host(array: Any) -> bool:
-    return not isinstance(array, jax.Array) or any(d.platform == "cpu" for d in array.devices())
+def chunk_shape(kind: ArrayType, share: Sequence[int]) -> tuple[int, ...]:
+    """Chooses the shape of an array's chunks: no chunk goes over the border of a share.
 
+    It cuts a share along its first axes until a chunk has about `CHUNK_BYTES`.
 
-def boxes_of(shares: Iterable[Share]) -> list[tuple[str, Box]]:
-    """Returns the names and boxes of shares."""
-    return [
-        (name, tuple((o, o + n) for o, n in zip(offset, data.shape, strict=True)))
-        for name, offset, data in shares
-    ]
-
-
-def chunk_shape(kind: ArrayType, boxes: Iterable[Box]) -> tuple[int, ...]:
-    """Chooses the shape of an array's chunks: no chunk goes over the border of a box.
-
-    It cuts the array along its first axes until a chunk has about `CHUNK_BYTES`.
+    Args:
+        kind: the type of the array.
+        share: the shape of which each share is a multiple, at multiples of it.
 
     Example:
-        >>> chunk_shape(ArrayType((6, 4), "float32"), [((0, 2), (0, 4)), ((2, 6), (0, 4))])
+        >>> chunk_shape(ArrayType((6, 4), "float32"), (2, 4))
         (2, 4)
     """
-    shape = kind.host_shape
-    borders = [{b for box in boxes for b in box[d]} - {n} for d, n in enumerate(shape)]
-    chunk = [math.gcd(*own) or n or 1 for own, n in zip(borders, shape, strict=True)]
+    chunk = [max(n, 1) for n in (*share, *kind.host_shape[len(share) :])]
     itemsize = max(1, kind.host_dtype.itemsize)
     for axis, size in enumerate(chunk):
         rest = math.prod(chunk[axis + 1 :]) * itemsize
@@ -200,9 +184,7 @@ def chunk_shape(kind: ArrayType, boxes: Iterable[Box]) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def write_shares(
-    directory: str, writer: str, arrays: Mapping[str, Stored], shares: Sequence[Share]
-) -> None:
+def write_shares(directory: str, writer: str, shares: Sequence[Share]) -> None:
     """Writes shares into the database of a writer, durably.
 
     Raises:
@@ -221,21 +203,22 @@ def write_shares(
             "compression": None,
         },
         "assume_config": True,
+        "target_data_file_size": FILE_BYTES,
     }
-    # All files are made durable together at the end, which is faster than one by one.
-    context = tensorstore.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": 0}})
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
     transaction = tensorstore.Transaction()
     options = {"create": True, "open": True, "context": context, "transaction": transaction}
     try:
+        arrays = {saved.name: saved for saved, _, _ in shares}
         opened = {
-            name: tensorstore.open(_spec(kvstore, name, arrays[name]), **options)
-            for name in dict.fromkeys(name for name, _, _ in shares)
+            name: tensorstore.open(_spec(kvstore, saved), **options)
+            for name, saved in arrays.items()
         }
         written = [
-            opened[name]
+            opened[saved.name]
             .result()[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))]
             .write(_to_stored(data), can_reference_source_data_indefinitely=True)
-            for name, offset, data in shares
+            for saved, offset, data in shares
             if data.size
         ]
         for future in (*opened.values(), *written):
@@ -243,34 +226,21 @@ def write_shares(
         transaction.commit_async().result()
     except ValueError as error:
         raise (_os_error(error, directory) or error) from error
-    if kvstore["base"]["driver"] == "file":
-        _sync_tree(kvstore["base"]["path"])
 
 
-def _sync_tree(directory: str) -> None:
-    """Makes all files and names below a directory durable."""
-    for folder, _, files in os.walk(directory):
-        for name in (*files, ""):
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def _spec(kvstore: Mapping[str, Any], name: str, stored: Stored) -> dict[str, Any]:
+def _spec(kvstore: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
     return {
         "driver": "zarr3",
-        "kvstore": {**kvstore, "path": name},
+        "kvstore": {**kvstore, "path": saved.name},
         "metadata": {
-            "shape": stored.type.host_shape,
-            "data_type": _stored_dtype(stored.type.host_dtype),
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stored.chunk}},
+            "shape": saved.type.host_shape,
+            "data_type": _stored_dtype(saved.type.host_dtype),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": saved.chunk}},
             "codecs": [
                 {"name": "bytes", "configuration": {"endian": "little"}},
                 {"name": "crc32c"},
             ],
-            "attributes": {"type": str(stored.type)},
+            "attributes": {"type": str(saved.type)},
         },
         # Else zeros would be left out, and lost data would be read as zeros.
         "store_data_equal_to_fill_value": True,
@@ -280,13 +250,8 @@ def _spec(kvstore: Mapping[str, Any], name: str, stored: Stored) -> dict[str, An
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def read_arrays(database: Database, items: Sequence[tuple[Source, Any, bool]]) -> list[Any]:
+def read_arrays(database: Database, wanted: Sequence[Wanted]) -> list[Any]:
     """Reads arrays to places in this process, and of each only what is to be there.
-
-    Args:
-        database: where the arrays are.
-        items: for each its source, its place, and whether it is weakly typed. A place is a sharding
-            or `np`, the host; an array in None, the default device, is not committed.
 
     Raises:
         ValueError: an array is of another type, or is damaged.
@@ -298,42 +263,50 @@ def read_arrays(database: Database, items: Sequence[tuple[Source, Any, bool]]) -
     # The nodes of the database are kept, and chunks are not.
     limits = {"cache_pool": 0, "cache_pool#ocdbt": 100 << 20}
     context = tensorstore.Context({k: {"total_bytes_limit": n} for k, n in limits.items()})
+    kvstore: dict[str, Any] = _base(database.directory)
+    if database.ocdbt:
+        kvstore = {"driver": "ocdbt", "base": kvstore, "cache_pool": "cache_pool#ocdbt"}
 
-    def start_to_open(source: Source) -> Any:
-        kvstore: dict[str, Any] = _base(database.directory)
-        if database.ocdbt:
-            kvstore = {"driver": "ocdbt", "base": kvstore, "cache_pool": "cache_pool#ocdbt"}
+    def start_to_open(name: str) -> Any:
         spec = {
             "driver": "zarr3" if database.zarr3 else "zarr",
-            "kvstore": {**kvstore, "path": kvstore.get("path", "") + source.name},
+            "kvstore": {**kvstore, "path": kvstore.get("path", "") + name},
             "fill_missing_data_reads": False,
         }
         return tensorstore.open(spec, open=True, read=True, context=context)
 
-    opening = [start_to_open(source) for source, _, _ in items]
+    opening = [start_to_open(own.name) for own in wanted]
     reading = []
-    for (source, place, _), future in zip(items, opening, strict=True):
-        store = _result(future, database, source)
-        _check_type(store, source)
-        start = source.rows[0] if source.rows else 0
-        layout = _layout(source.part, place)
-        boxes = {
-            box: store[tuple(slice(a + start * (d == 0), b + start * (d == 0))
-                             for d, (a, b) in enumerate(box))].read()
-            for box in dict.fromkeys(layout.values())
-        }  # fmt: skip
-        reading.append((layout, boxes))
-    hosts = [
-        {
-            box: _restored(_result(future, database, source), source.type.host_dtype)
-            for box, future in boxes.items()
-        }
-        for (source, _, _), (_, boxes) in zip(items, reading, strict=True)
-    ]
-    return _assemble(items, [layout for layout, _ in reading], hosts)
+    for own, future in zip(wanted, opening, strict=True):
+        store = _result(future, database, own)
+        _check_type(store, own)
+        store = store[slice(*own.rows)].translate_to[0] if own.rows else store
+        here, shape = isinstance(own.place, Sharding), own.part.shape
+        boxes = boxes_here(shape, own.place) if here else (tuple((0, n) for n in shape),)
+        slices = {box: [slice(*interval) for interval in box] for box in boxes}
+        reading.append({box: store[(*index, ...)].read() for box, index in slices.items()})
+    arrays = []
+    for own, boxes in zip(wanted, reading, strict=True):
+        dtype = own.type.host_dtype
+        hosts = {box: _restored(_result(f, database, own), dtype) for box, f in boxes.items()}
+        arrays.append(_placed(own, hosts))
+    return arrays
 
 
-def _result(future: Any, database: Database, source: Source) -> Any:
+def _placed(wanted: Wanted, hosts: Mapping[Any, np.ndarray]) -> Any:
+    """Puts what was read of an array where it is wanted."""
+    if wanted.place is np or wanted.type.host_dtype == jax.dtypes.float0:  # which no device has
+        return np.require(next(iter(hosts.values())), requirements="W")
+    array: Any = from_boxes(hosts.__getitem__, wanted.part, wanted.place)
+    if not wanted.weak:
+        return array
+    place = array.sharding
+    aval = jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=True, sharding=place)
+    shards = [shard.data for shard in array.addressable_shards]
+    return _compat.join_shards(aval, place, shards, committed=array.committed)
+
+
+def _result(future: Any, database: Database, wanted: Wanted) -> Any:
     try:
         return future.result()
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -341,76 +314,29 @@ def _result(future: Any, database: Database, source: Source) -> Any:
             raise of_system from error
         why = str(error).splitlines()[0].rstrip(".")
         raise ValueError(
-            f"The checkpoint {database.directory} is damaged at the leaf {source.path}: {why}. "
+            f"The checkpoint {database.directory} is damaged at the leaf {wanted.path}: {why}. "
             f"Load another one."
         ) from error
 
 
-def _check_type(store: Any, source: Source) -> None:
+def _check_type(store: Any, wanted: Wanted) -> None:
     """Checks that an array of a checkpoint has the type that is wanted.
 
     Raises:
         ValueError: it has another one.
     """
-    wanted = dataclasses.replace(source.type, kind=None)
-    stored = ArrayType(wanted.host_shape, _stored_dtype(wanted.host_dtype))
+    kind = wanted.type
+    stored = ArrayType(kind.host_shape, _stored_dtype(kind.host_dtype))
     there = str(ArrayType(tuple(store.shape), store.dtype.name))
     told = None
     if store.dtype.name in ("uint8", "uint32", "bool"):  # as which other types are stored, too
         metadata = store.spec(retain_context=False).to_json().get("metadata", {})
         told = metadata.get("attributes", {}).get("type")  # not in what others have saved
-    if str(wanted) != told if told else str(stored) != there:
+    if str(kind) != told if told else str(stored) != there:
         raise ValueError(
-            f"The leaf {source.path} is {told or there} in the checkpoint, and {wanted} in `like`. "
+            f"The leaf {wanted.path} is {told or there} in the checkpoint, and {kind} in `like`. "
             f"Pass a `like` built as the tree that was saved."
         )
-
-
-def _layout(kind: ArrayType, place: Any) -> dict[Any, Box]:
-    """Returns the box of the host array that each device of this process holds."""
-    whole = tuple((0, n) for n in kind.host_shape)
-    if not isinstance(place, Sharding):
-        return {None: whole}
-    layout = {}
-    for device, index in place.addressable_devices_indices_map(kind.shape).items():
-        box = box_of(index, kind.shape)
-        layout[device] = box + whole[len(box) :]
-    return layout
-
-
-def _assemble(
-    items: Sequence[tuple[Source, Any, bool]],
-    layouts: Sequence[Mapping[Any, Box]],
-    hosts: Sequence[Mapping[Box, np.ndarray]],
-) -> list[Any]:
-    """Puts boxes on the devices of their places, all in one call, and joins them to arrays."""
-    moving: list[tuple[np.ndarray, Any]] = []
-    for (source, place, _), layout, own in zip(items, layouts, hosts, strict=True):
-        if not _stays_on_host(source, place):
-            memory = getattr(place, "memory_kind", None)
-            moving += [(own[b], d and sharding_in(d, (), memory)) for d, b in layout.items()]
-    with jax.enable_x64(True):  # else 64-bit dtypes are narrowed
-        moved = iter(jax.device_put([host for host, _ in moving], [to for _, to in moving]))
-    return [
-        np.require(next(iter(own.values())), requirements="W")
-        if _stays_on_host(source, place)
-        else _joined(source.part, place, weak, [next(moved) for _ in layout])
-        for (source, place, weak), layout, own in zip(items, layouts, hosts, strict=True)
-    ]
-
-
-def _stays_on_host(source: Source, place: Any) -> bool:
-    return place is np or source.type.host_dtype == jax.dtypes.float0  # which no device has
-
-
-def _joined(kind: ArrayType, place: Any, weak: bool, parts: list[Any]) -> Any:
-    if kind.key is not None:
-        parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
-    array = parts[0] if place is None else joined(kind.shape, place, parts)
-    if not weak:
-        return array
-    aval = jax.ShapeDtypeStruct(kind.shape, array.dtype, weak_type=True, sharding=array.sharding)
-    return _compat.join_shards(aval, array.sharding, parts, committed=array.committed)
 
 
 # ---- as TensorStore has it ----------------------------------------------------------------------

@@ -1,9 +1,7 @@
 """`save_state`, `load_state`, and what `orbax.checkpoint.CheckpointManager` needs."""
 
-import contextlib
 import errno
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 from jaxpp._messages import need
@@ -106,17 +104,15 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
     there = place.exists()
     if there and not (overwrite and (place / _IS_ORBAX).exists()):
         raise FileExistsError(errno.EEXIST, _WHY[overwrite], str(place))
+    # `save` waits until all is written, so that nothing is donated meanwhile.
+    state_handler = handler.StateHandler(copy=False)
     try:
-        # This waits until all is written, so that nothing is donated meanwhile.
-        with handler.ocp.Checkpointer(handler.StateHandler(copy=False)) as checkpointer:
+        with handler.ocp.Checkpointer(state_handler) as checkpointer:
             # Orbax itself would remove the old one first.
             checkpointer.save(new if there else place, args=args)
     except BaseException:
-        for _ in range(40):  # Orbax does not wait for the writes beside the one that failed
-            with contextlib.suppress(OSError):
-                _clean(place)
-                break
-            time.sleep(0.05)
+        state_handler.wait()
+        _clean(place)
         raise
     if there:
         place.rename(old)

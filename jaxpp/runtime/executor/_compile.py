@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxpp import _compat, jaxprs
 from jaxpp._program import Bundle, Computation, Run
 from jaxpp.runtime.arrays import Home, devices_of, sharding_in
-from jaxpp.runtime.executor._copies import Copier, copies
 
 
 def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
@@ -211,3 +210,36 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
     out = out if any(map(_compat.memory_kind, (*jaxpr.in_avals, *jaxpr.out_avals))) else None
     with jax.default_device(home), wide:
         return jax.jit(run, donate_argnums=donated, out_shardings=out).lower(*avals)
+
+
+# ---- copies between the memories of a device and of its host ------------------------------------
+
+
+def copies(computation: Computation) -> bool:
+    """Tells whether a computation only copies its inputs, in their order, to another memory."""
+    inside = computation.jaxpr.jaxpr
+    copied = [
+        (eqn.invars[0], eqn.outvars[0])
+        for eqn in inside.eqns
+        if eqn.primitive.name == "device_put" and len(eqn.invars) == 1
+    ]
+    inputs, outputs = [v for v, _ in copied], [v for _, v in copied]
+    return bool(copied) and (inputs, outputs) == (list(inside.invars), list(inside.outvars))
+
+
+class Copier:
+    """Copies arrays as an executable would, but not in the order of the device's computations.
+
+    It does not wait for the copies: who reads one of them does.
+    """
+
+    def __init__(self, computation: Computation, home: Home):
+        jaxpr, specs = computation.jaxpr, computation.out_specs
+        specs = specs or ((),) * len(jaxpr.out_avals)
+        self._shardings = [
+            sharding_in(home, spec, _compat.memory_kind(aval) or "device")
+            for spec, aval in zip(specs, jaxpr.out_avals, strict=True)
+        ]
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        return jax.device_put(list(arrays), self._shardings)

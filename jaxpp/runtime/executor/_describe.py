@@ -8,8 +8,14 @@ from collections.abc import Mapping, Sequence
 from jaxpp import _messages
 from jaxpp._compat import memory_kind
 from jaxpp._program import Bundle, Program, Role
-from jaxpp.runtime.executor._analysis import Inspected
-from jaxpp.runtime.executor._memory import HOST, array_bytes, format_bytes, held_bytes, over_time
+from jaxpp.runtime.executor._memory import (
+    HOST,
+    Inspected,
+    array_bytes,
+    format_bytes,
+    held_bytes,
+    over_time,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,45 +1,20 @@
 """`MpmdMesh`: all ranks in this process."""
 
-import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
-from jaxpp import _compat, jaxprs
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle
-from jaxpp.runtime.arrays import (
-    ArrayType,
-    Home,
-    check_arguments,
-    check_axes,
-    check_layouts,
-    devices_of,
-    homes_of,
-    put_together,
-    sizes_of,
-    to_host,
-    with_stacked,
-)
-from jaxpp.runtime.executor import (
-    Description,
-    Dispatcher,
-    Inspected,
-    RankStep,
-    compile_all,
-    describe,
-    find_invalid,
-    turns_of,
-)
-from jaxpp.runtime.local._feeds import Feed, Fetch, Place
+from jaxpp.runtime.arrays import Home, StackedStep, check_axes, devices_of
+from jaxpp.runtime.local._step import LocalStep
 from jaxpp.runtime.local._tracing import LocalTracing
-from jaxpp.runtime.trace import Recorder, Times, Trace
-from jaxpp.runtime.transport import RUN_AHEAD, Near
+from jaxpp.runtime.trace import Times, Trace
 
 
 class MpmdMesh:
@@ -90,17 +65,19 @@ class MpmdMesh:
                 f"devices=[jax.devices()[0]] * {axes.num_ranks}; to have more CPU devices, call "
                 f"jax.config.update('jax_num_cpu_devices', {wanted}) before JAX starts."
             )
-        grid = np.empty(wanted, object)
-        grid[:] = available[:wanted]
-        by_rank = np.moveaxis(grid.reshape(axes.shape), axes.names.index(PIPELINE_AXIS), 0)
+        grid = np.array(available[:wanted], object).reshape(axes.shape)
+        by_rank = np.moveaxis(grid, axes.names.index(PIPELINE_AXIS), 0)
         for rank, own in enumerate(by_rank.reshape(axes.num_ranks, -1)):
             if len(set(own)) < len(own):
                 raise ValueError(
                     f"MpmdMesh: rank {rank} has a device twice: {list(own)}. Ranks may share "
                     f"devices, but those of one rank must differ."
                 )
-        self.homes = homes_of(by_rank, axes.inside)
-        self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
+        inside = axes.inside
+        self.homes: tuple[Home, ...] = tuple(
+            Mesh(own, inside.axis_names) if inside else own for own in by_rank
+        )
+        self.shape, self.axis_names, self.inside = axes.shape, axes.names, inside
         self.num_ranks = axes.num_ranks
         self._tracing = LocalTracing()
         self._lock = threading.RLock()
@@ -121,7 +98,7 @@ class MpmdMesh:
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step; returns the function that runs the step on its arguments."""
-        return with_stacked(LocalStep(bundle, self.homes, self._tracing, self._lock), bundle)
+        return StackedStep(LocalStep(bundle, self.homes, self._tracing, self._lock), bundle)
 
     def start_trace(self, directory: str | os.PathLike[str], *, times: Times = "profile") -> None:
         """Starts to record the tasks and messages of the ranks.
@@ -173,125 +150,3 @@ class MpmdMesh:
 
 PROVIDED["mesh"] = lambda num_ranks: MpmdMesh((num_ranks,))
 PROVIDED["mesh_of"] = MpmdMesh
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-class LocalStep:
-    """A step's programs, loaded on the devices of one process; called with its flat arguments.
-
-    `order` has the pieces of all ranks' programs in the order of their dispatch. All calls use the
-    same slots, so they are dispatched one after the other.
-    """
-
-    def __init__(
-        self, bundle: Bundle, homes: Sequence[Home], tracing: LocalTracing, lock: threading.RLock
-    ):
-        self.bundle = bundle
-        self.homes = homes
-        self._tracing = tracing
-        self._lock = lock
-        self.transport = Near(dict(enumerate(homes)))
-        self._dispatcher = Dispatcher(
-            [
-                RankStep(
-                    program,
-                    home,
-                    [own.get(n) for n in range(len(bundle.computations))],
-                    [(slot, ArrayType.of(v), to_host(v)) for slot, v in program.constants],
-                    find_invalid=self._finder(home),
-                )
-                for program, own, home in zip(
-                    bundle.programs, compile_all(bundle, homes), homes, strict=True
-                )
-            ],
-            turns_of(bundle.programs),
-            self.transport,
-        )
-        self.executors = list(self._dispatcher.executors.values())
-        self.order = self._dispatcher.order
-        #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
-        self._raises = any(
-            jaxprs.contains(e, _compat.is_error_if)
-            for c in bundle.computations
-            for e in c.jaxpr.eqns
-        )
-        inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
-        outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
-        self.feeds = [
-            Feed(places, own) for places, own in zip(inputs, bundle.arguments, strict=True)
-        ]
-        self._fetches = [
-            Fetch(places, own) for places, own in zip(outputs, bundle.results, strict=True)
-        ]
-
-    def _finder(self, home: Home) -> Callable[[int, Sequence[Any]], str | None]:
-        return lambda number, args: find_invalid(self.bundle.computations[number], home, args)
-
-    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
-        """Returns for each argument or result the executor, home and slot of its ranks."""
-        places: list[list[Place]] = [[] for _ in range(count)]
-        for own, executor, home in zip(pairs, self.executors, self.homes, strict=True):
-            for number, slot in own:
-                places[number].append((executor, home, slot))
-        return places
-
-    def __call__(
-        self, args: Sequence[Any], dispatch: Callable[[], None] | None = None
-    ) -> list[Any]:
-        """Runs the step; returns when all of it has been dispatched, by `dispatch` if given."""
-        if dispatch is None and (results := put_together(self, args)) is not None:
-            return results
-        with self._lock:
-            check_arguments(self.bundle, args)
-            for feed, arg in zip(self.feeds, args, strict=True):
-                feed(arg)
-            try:
-                with _compat.raising_once() if self._raises else _NOTHING:
-                    (dispatch or self._dispatch)()
-                    results = [fetch() for fetch in self._fetches]
-                    if self._raises:
-                        jax.block_until_ready(results)
-            except jax.errors.JaxRuntimeError as error:
-                public = _compat.public_error(error)
-                raise public from (error.__cause__ if public is error else None)
-            except ValueError as error:
-                check_layouts(self.bundle, args, error)
-                raise
-            finally:
-                self.transport.clear()
-            for n in self.bundle.donated:
-                if isinstance(args[n], jax.Array):
-                    args[n].delete()  # on all its devices: a rank may have taken a part only
-            return results
-
-    def input_shardings(self) -> list[Any]:
-        """Returns the sharding of each argument that needs no copy; None if nothing reads it."""
-        return [feed.sharding() for feed in self.feeds]
-
-    def inspect(self) -> list[Inspected]:
-        """Returns each rank's devices and axes, and XLA's analysis of what it runs."""
-        return [
-            Inspected.of(devices_of(home), sizes_of(home), executor.executables, RUN_AHEAD)
-            for home, executor in zip(self.homes, self.executors, strict=True)
-        ]
-
-    def describe(self) -> Description:
-        """Describes what each rank holds, sends and reduces."""
-        return describe(self.bundle, self.inspect())
-
-    def _dispatch(self) -> None:
-        if self._tracing.recorder is not None:
-            self._dispatch_and_record(self._tracing.recorder)
-            return
-        self._dispatcher.run()
-
-    def _dispatch_and_record(self, recorder: Recorder) -> None:
-        call, number = self._tracing.begin(self.bundle), id(self.bundle)
-        for executor in self.executors:
-            recorder.prepare(executor)
-        with recorder.calling(call):
-            self._dispatcher.run(
-                lambda executor, chunk: recorder.execute(executor, chunk, call, number)
-            )

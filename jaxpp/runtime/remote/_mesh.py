@@ -13,8 +13,8 @@ from jaxpp._program import PIPELINE_AXIS, Bundle
 from jaxpp._specs import Spec, axis_sizes
 from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import (
+    StackedStep,
     check_axes,
-    with_stacked,
 )
 from jaxpp.runtime.remote._array import RemoteArray
 from jaxpp.runtime.remote._arrays import Arrays
@@ -189,7 +189,7 @@ class RemoteMpmdMesh:
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step on the workers; returns the function that calls the step."""
         self._group.warn_of_platform()
-        return with_stacked(self._steps.load(bundle), bundle)
+        return StackedStep(self._steps.load(bundle), bundle)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns placeholders of `load(value)` for the arguments of a call; the ranks load it."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
-from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, put_together, to_host
+from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, to_host
 from jaxpp.runtime.executor import Description, Inspected, describe
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
 from jaxpp.runtime.remote._arrays import Arrays
@@ -126,8 +126,6 @@ class RemoteStep:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Starts the step on all ranks, and returns at once."""
-        if (results := put_together(self, args)) is not None:
-            return results
         check_arguments(self.bundle, args)
         # These may have to be computed first.
         values = {

@@ -22,6 +22,7 @@ from jaxpp.runtime.arrays import (
     devices_of,
     from_host,
     resplit,
+    sharding_in,
     spans,
     start_copies,
     to_host,
@@ -80,7 +81,7 @@ class Unpacker:
         self._shared, makes, sent = spans(home), [], list(types)
         self._device_memory = devices_of(home)[0].platform != "cpu"
         for n, (type_, spec) in enumerate(zip(types, self._specs, strict=True)):
-            boxes = boxes_here(type_.shape, home, spec) if self._shared else None
+            boxes = boxes_here(type_.shape, sharding_in(home, spec)) if self._shared else None
             sent[n] = type_ if boxes is None else type_.share(boxes)
             makes.append(
                 functools.partial(from_host, array_type=type_, home=home, spec=spec, boxes=boxes)

@@ -54,7 +54,7 @@ class ThreadMesh:
         self.inside = None
         self.processes = [Process(rank) for rank in range(num_ranks)]
         self.dead = set()
-        self._ordered, self._aside = (
+        self._ordered, self.beside = (
             [ThreadPoolExecutor(1) for _ in range(num_ranks)] for _ in range(2)
         )
         self._next = 0
@@ -84,7 +84,7 @@ class ThreadMesh:
             process.arrays.pop(array.id, None)
 
     def apply_everywhere(self, function, arguments, *, ordered=True):
-        pools = self._ordered if ordered else self._aside
+        pools = self._ordered if ordered else self.beside
         return Calls(
             {
                 rank: pools[rank].submit(self._run, rank, pickle.dumps((function, own)))
@@ -100,7 +100,7 @@ class ThreadMesh:
         return result
 
     def close(self):
-        for pool in (*self._ordered, *self._aside):
+        for pool in (*self._ordered, *self.beside):
             pool.shutdown()
 
     # ---- for tests ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Arrays that ranks hold: each writes and reads its own, and nothing goes through the driver."""
 
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def test_each_rank_reads_its_own_and_nothing_goes_through_the_driver(
 
     def noting_read(database, items):
         if items:
-            read.append(sorted(source.path for source, _, _ in items))
+            read.append(sorted(own.path for own in items))
         return read_arrays(database, items)
 
     monkeypatch.setattr(_shares, "read_arrays", noting_read)
@@ -144,21 +145,33 @@ def test_stacked_arrays_are_one_array(tmp_path, thread_mesh, read_plainly, rows)
         load_state(tmp_path / "a", {"x": value}, place)
 
 
-def test_a_snapshot_is_of_the_arrays_as_they_were(tmp_path, thread_mesh, assert_same):
-    """Also where the memory of an array has been taken since by a step that it was donated to."""
+def test_a_snapshot_is_of_the_arrays_as_they_were(tmp_path, thread_mesh, assert_same, monkeypatch):
+    """Steps take the memory of arrays that are yet to be written, as they would without a save."""
     mesh = thread_mesh(2)
     increment = jax.jit(lambda x: x + 1, donate_argnums=0)
-    states = [{"x": mesh.put(jnp.arange(1000.0), 1), "y": jnp.arange(1000.0)} for _ in range(2)]
+    start = jnp.arange(1000.0)
+    state = {"x": mesh.put(start, 1), "y": start + 0, "host": np.arange(3.0)}
+    go_on, write_shares = threading.Event(), _shares.write_shares
+
+    def write_later(*args):
+        assert go_on.wait(60)
+        write_shares(*args)
+
+    monkeypatch.setattr(_shares, "write_shares", write_later)
     with ocp.CheckpointManager(tmp_path) as manager:
-        for step, state in enumerate(states):
-            manager.save(step, args=save_args(state))
-            arrays = mesh.processes[1].arrays
-            arrays[state["x"].id] = increment(arrays[state["x"].id])
-            state["y"] = increment(state["y"])
+        manager.save(0, args=save_args(state))
+        arrays = mesh.processes[1].arrays
+        for place, name in ((arrays, state["x"].id), (state, "y")):
+            memory = place[name].unsafe_buffer_pointer()
+            place[name] = increment(place[name])
+            assert place[name].unsafe_buffer_pointer() == memory, "the save keeps its memory"
+        state["host"] += 1
+        go_on.set()
         manager.wait_until_finished()
-        loaded = manager.restore(0, args=restore_args(states[0]))
-    assert_same(mesh.value(loaded["x"], 1), jnp.arange(1000.0), where=False)
-    assert_same(loaded["y"], jnp.arange(1000.0), where=False)
+        loaded = manager.restore(0, args=restore_args(state))
+    assert_same(mesh.value(loaded["x"], 1), start, where=False)
+    assert_same(loaded["y"], start, where=False)
+    assert_same(loaded["host"], np.arange(3.0))
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -168,10 +181,10 @@ def test_an_error_on_a_rank_is_the_savers_and_leaves_nothing(tmp_path, thread_me
     mesh = thread_mesh(3)
     write_shares = _shares.write_shares
 
-    def failing_write(directory, writer, arrays, shares):
+    def failing_write(directory, writer, shares):
         if writer == "rank1process0":
             raise OSError(28, os.strerror(28), str(directory))
-        write_shares(directory, writer, arrays, shares)
+        write_shares(directory, writer, shares)
 
     monkeypatch.setattr(_shares, "write_shares", failing_write)
     tree = on_ranks(mesh)
@@ -199,9 +212,12 @@ def test_the_death_of_a_worker_is_the_savers_error(tmp_path, thread_mesh, dies, 
         with pytest.raises(RankError):
             save_state(tmp_path / "8", tree)
     elif dies == "in a write beside steps":
+        go_on = threading.Event()
+        mesh.beside[2].submit(go_on.wait)
         with pytest.raises(RankError), ocp.CheckpointManager(tmp_path / "m") as manager:
             manager.save(8, args=save_args(tree))
             mesh.dead.add(2)
+            go_on.set()
     else:
         mesh.dead.add(2)
         with pytest.raises(RankError):
@@ -227,7 +243,7 @@ def test_damage_is_found_by_the_rank_that_reads(tmp_path, thread_mesh):
 def test_a_host_without_the_directory_is_named(tmp_path):
     missing = str(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match="all hosts share"):
-        _shares.write_shares(missing, "rank0process0", {}, [])
+        _shares.write_shares(missing, "rank0process0", [])
     with pytest.raises(FileNotFoundError, match="all hosts share"):
         _shares.read_arrays(_shares.Database(missing), [])
 

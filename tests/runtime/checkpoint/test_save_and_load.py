@@ -1,6 +1,7 @@
 """What is saved is what is loaded, to the bit, wherever it goes; and what cannot be is an error."""
 
 import errno
+import itertools
 import json
 import os
 import pathlib
@@ -17,8 +18,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.checkpoint import _shares, load_state, save_state
+from jaxpp.runtime.arrays import ArrayType, StackedArray
+from jaxpp.runtime.checkpoint import _handler, _shares, load_state, save_state
 
 DTYPES = [
     "bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint2", "uint4", "uint8", "uint16",
@@ -173,11 +174,11 @@ def test_a_share_is_read_without_the_rest(tmp_path, monkeypatch):
     file.write_bytes(content)
     database = _shares.Database(str(tmp_path / "a"))
     kind = ArrayType.of(value)
-    first, second = (_shares.Source("", "", kind, rows) for rows in [(0, 512), (512, 1024)])
-    (got,) = _shares.read_arrays(database, [(first, np, False)])
+    first, second = (_shares.Wanted("", "", kind, rows=rows) for rows in [(0, 512), (512, 1024)])
+    (got,) = _shares.read_arrays(database, [first])
     assert (got == value[:512]).all()
     with pytest.raises(ValueError, match="damaged"):
-        _shares.read_arrays(database, [(second, np, False)])
+        _shares.read_arrays(database, [second])
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4), (1, 100), (1000,), (64, 64), (0, 3)])
@@ -186,8 +187,9 @@ def test_a_share_is_read_without_the_rest(tmp_path, monkeypatch):
 def test_no_chunk_goes_over_the_border_of_a_share(monkeypatch, shape, limit, parts):
     monkeypatch.setattr(_shares, "CHUNK_BYTES", limit)
     ends = [shape[0] * n // parts for n in range(parts + 1)]
-    shares = [((a, b), *((0, n) for n in shape[1:])) for a, b in zip(ends, ends[1:], strict=False)]
-    chunk = _shares.chunk_shape(ArrayType(shape, "float32"), shares)
+    value = jnp.zeros(shape)
+    stacked = StackedArray([value[a:b] for a, b in itertools.pairwise(ends)])
+    chunk = _shares.chunk_shape(ArrayType.of(value), _handler._share_shape(stacked))
     assert all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True))
     assert all(end % chunk[0] == 0 for end in ends[:-1])
     if limit == 10**6 and parts == 1:
@@ -445,10 +447,10 @@ def test_shares_go_through_any_driver_of_tensorstore(monkeypatch, assert_same):
     monkeypatch.setattr(_shares, "DATABASE", "")
     value = np.arange(12.0).reshape(3, 4)
     kind = ArrayType.of(value)
-    stored = {"x": _shares.Stored(kind, (3, 4))}
-    _shares.write_shares("memory://bucket", "a", stored, [("x", (0, 0), value)])
-    source = _shares.Source("x", "['x']", kind, (1, 3))
-    found = _shares.read_arrays(_shares.Database("memory://bucket/a"), [(source, np, False)])
+    saved = _shares.Saved("x", kind, (3, 4))
+    _shares.write_shares("memory://bucket", "a", [(saved, (0, 0), value)])
+    wanted = _shares.Wanted("x", "['x']", kind, rows=(1, 3))
+    found = _shares.read_arrays(_shares.Database("memory://bucket/a"), [wanted])
     assert_same(found, [value[1:]])
 
 

@@ -77,11 +77,11 @@ def break_writes(process, how):
     """Makes the next write of a rank go wrong."""
     write = _shares.write_shares
 
-    def broken(directory, writer, arrays, shares):
+    def broken(directory, writer, shares):
         _shares.write_shares = write
         if how == "full disk":
             raise OSError(28, os.strerror(28), f"{directory}/{writer}")
-        write(directory, writer, arrays, shares[: len(shares) // 2])
+        write(directory, writer, shares[: len(shares) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
     _shares.write_shares = broken

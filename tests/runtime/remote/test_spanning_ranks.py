@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from benchmarks import faults
 from jaxpp.runtime import RankError
-from jaxpp.runtime.arrays._shares import join_shares, own_share
-from jaxpp.runtime.arrays._stacked import parts_of
-from jaxpp.runtime.arrays._types import ArrayType
+from jaxpp.runtime.arrays._steps import parts_of
+from jaxpp.runtime.arrays._types import ArrayType, join_shares, own_share
 from tests.helpers import assert_same
 from tests.runtime import inside
 

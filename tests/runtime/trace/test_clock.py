@@ -136,7 +136,7 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile
     step = steps.step_of(mesh_of(2))
     params, x = steps.params_of(2), steps.batch()
     compiled = step.lower(params, x).compile()
-    local: Any = compiled._run
+    local: Any = compiled._run.step
     mesh: Any = FakeMesh([10**12, -(10**12)])
     tracing = _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
     assert all(p.transport.recorder is not None for p in mesh.processes)
