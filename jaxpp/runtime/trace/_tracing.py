@@ -13,8 +13,7 @@ from jaxpp._program import Bundle
 from jaxpp.runtime.trace import _clock, _timeline
 from jaxpp.runtime.trace._assemble import assemble
 from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading
-from jaxpp.runtime.trace._recorder import Recorder, wait_for_runs
-from jaxpp.runtime.trace._records import Records
+from jaxpp.runtime.trace._recorder import Recorder, Records, wait_for_runs
 from jaxpp.runtime.trace._result import Trace
 
 #: Where the times of runs come from: JAX's profile, or threads that wait for results.
@@ -35,7 +34,7 @@ class Tracing:
 
     directory: pathlib.Path
     started: Reading
-    clocks: dict[int, tuple[int, int]]
+    clocks: dict[int, Offset]
     steps: dict[int, Bundle] = dataclasses.field(default_factory=dict)
 
 
@@ -77,7 +76,7 @@ def start_trace(
         mesh.apply(_start, args)
     except Exception:
         # Some may have started, and one not, for instance because a profile runs there already.
-        mesh.apply(_cancel, {n: () for n in profiles})
+        mesh.apply(stop_recording, {n: () for n in profiles})
         raise
     return Tracing(folder, started, clocks)
 
@@ -100,8 +99,8 @@ def stop_trace(mesh: Any, tracing: Tracing | None, device_of: Sequence[int]) -> 
     profiles = {n: tracing.directory / f"profile-{n}" for n in tracing.clocks}
     # Once the work of all has ended, no message is under way.
     mesh.apply(_settle, {n: () for n in profiles})
-    records = mesh.apply(_stop, {n: (path,) for n, path in profiles.items()})
-    offsets = {n: Offset((tracing.clocks[n], _clock.measure_offset(mesh, n))) for n in profiles}
+    records = mesh.apply(stop_recording, {n: (path,) for n, path in profiles.items()})
+    offsets = {n: (tracing.clocks[n], _clock.measure_offset(mesh, n)) for n in profiles}
     trace = assemble(records, offsets, tracing.started.monotonic_ns, tracing.steps, device_of)
     trace = dataclasses.replace(trace, profile_paths=tuple(profiles.values()))
     return _timeline.write_trace(trace, tracing.directory, tracing.started)
@@ -142,27 +141,20 @@ def _start(process: Any, profile: pathlib.Path, times: Times, offset_ns: int, ho
 
 def _settle(process: Any) -> None:
     """Waits until all calls have been computed in this process."""
-    if process.transport.recorder is not None:
-        process.transport.recorder.settle()
+    process.transport.recorder.settle()
 
 
-def _cancel(process: Any) -> None:
-    """Ends the recording where it has started."""
-    if process.transport.recorder is not None:
-        _stop(process, None)
+def stop_recording(process: Any, profile: pathlib.Path | None = None) -> Records:
+    """Ends the recording in a process, where one goes on; JAX's profiler writes its files.
 
-
-def _stop(process: Any, profile: pathlib.Path | None) -> Records:
-    """Ends the recording, and returns the records; JAX's profiler writes its files."""
-    recorder = process.transport.recorder
-    process.transport.recorder = None
-    try:
-        jax.profiler.stop_trace()
-    except RuntimeError:
-        if recorder is not None:
-            raise
-        # This process is a new one, in place of one that was lost.
-    return Records() if recorder is None else recorder.stop(profile)
+    Returns:
+        What was recorded; the times of runs are in the profile's folder.
+    """
+    recorder, process.transport.recorder = process.transport.recorder, None
+    if recorder is None:
+        return Records()
+    jax.profiler.stop_trace()
+    return recorder.stop(profile)
 
 
 def _unwritable(folder: str | os.PathLike[str]) -> str:
