@@ -11,7 +11,7 @@ from jaxpp.runtime.trace._recorder import Records
 from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
 
 #: When a run was dispatched, started and ended, in seconds; None where that was not seen.
-Seen = tuple[float, float | None, float | None]
+Seen = tuple[float, Any, Any]
 #: A device, and what of it runs something: what it computes with, or what it copies with.
 Lane = tuple[int, str]
 
@@ -86,7 +86,7 @@ def _runs(
     lanes: dict[Where, Lane] = {}
     for where in seen:
         call, rank, position = where
-        runs[where] = run = calls[call].programs[rank].instructions[position]  # type: ignore
+        runs[where] = run = calls[call].programs[rank].instructions[position]
         lanes[where] = device_of[rank], run.lane
     made: dict[Where, list[TracedMessage]] = defaultdict(list)
     arrived: dict[Where, float] = {}
@@ -96,16 +96,18 @@ def _runs(
 
     ends: dict[Where, float] = {}
     next_end: dict[Lane, float] = {}
-    for where, (_, start, end) in reversed(seen.items()):
+    for where, (_, start, end) in reversed(list(seen.items())):
         if end is None:
             continue
         if start is None:
-            bounds = [t for m in made[where] for t in (m.sent, m.end, ends.get(m.read_by, end))]
-            end = min(end, *bounds, next_end.get(lanes[where], end))
+            bounds = [end, next_end.get(lanes[where], end)]
+            for m in made[where]:
+                bounds += [m.sent, m.end, ends.get(m.read_by, end)]
+            end = min(bounds)
         ends[where] = next_end[lanes[where]] = end
 
     free: dict[Lane, float] = {}
-    traced = []
+    traced: list[TracedRun] = []
     for where, (dispatched, start, _) in seen.items():
         run, lane = runs[where], lanes[where]
         if start is None:

@@ -17,7 +17,7 @@ from jaxpp.runtime.trace._result import Where
 #: clock event. Each launch of an executable has the next number.
 Profiled = Mapping[tuple[str, int], Mapping[int, tuple[int, int]]]
 #: When a run was dispatched, started and ended; None where that was not seen.
-Seen = tuple[int, int | None, int | None]
+Seen = tuple[int, Any, Any]
 #: A run may be seen to start so long before its dispatch, in nanoseconds: clocks are not exact.
 _SLACK = 200_000
 
@@ -56,7 +56,7 @@ def read_profile(folder: pathlib.Path) -> Profiled:
         warnings.simplefilter("ignore", DeprecationWarning)
         for name, stats, start, end in events_of(folder):
             if name == CLOCK_EVENT:
-                zero = start
+                zero = max(zero, start)
             if "run_id" in stats and "device_ordinal" in stats:
                 key = stats["device_ordinal"], stats["run_id"]
                 earliest, latest = spans.get(key, (start, end))
@@ -101,7 +101,7 @@ def match(
     seen: dict[Where, Seen] = {}
     errors: list[str] = []
     for module, asked in dispatches.items():
-        spans: dict[int, tuple[int, int]] = {}  # from the first device's start to the last one's end
+        spans: dict[int, tuple[int, int]] = {}  # until all devices of a launch have ended
         for device in module.devices:
             for number, (start, end) in profiled.get((module.name, device), {}).items():
                 first, last = spans.get(number, (zero + start, zero + end))

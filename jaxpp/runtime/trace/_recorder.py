@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import pathlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class Recorder:
     """
 
     def __init__(self, waits: bool = False) -> None:
-        #: The time of the profile's clock event.
-        self.zero = clock()
+        #: The time of the profile's last clock event.
+        self.zero = 0
         self._waits = waits
         self._programs: dict[int, tuple[Executor, dict[int, tuple[int, Module | None]]]] = {}
         self._dispatches: dict[Module, dict[Where, int]] = defaultdict(dict)
@@ -148,8 +149,9 @@ class Recorder:
             self.sent(call, message, start, end)
             self.received(call, message, start, end)
 
-        if copies := transport.copies_of(message):
-            self._wait(*copies, note)
+        if (copies := transport.copies_of(message)) is not None:
+            order, arrays = copies
+            self._wait(order, arrays, note)
 
     def _computed(self, executor: Executor, run: Run, where: Where, start: int) -> None:
         """Notes a run at the end of its smallest result."""
@@ -157,8 +159,11 @@ class Recorder:
         smallest = min((x for x in results if x.size), key=lambda x: x.size, default=None)
         if smallest is not None and run.lane != "copy":  # nothing takes the memory of a copy
             smallest = _mark(smallest)
-        lane = executor.program.rank, run.lane
-        self._wait(lane, smallest, lambda end: self._records.runs.update({where: (start, None, end)}))
+        note = functools.partial(self._ended, where, start)
+        self._wait((executor.program.rank, run.lane), smallest, note)
+
+    def _ended(self, where: Where, start: int, end: int) -> None:
+        self._records.runs[where] = start, None, end
 
     def _wait(self, order: Any, arrays: Any, note: Callable[[int], None]) -> None:
         """Lets a thread wait for arrays, and note their time; one thread waits for an `order`."""

@@ -13,7 +13,7 @@ from jaxpp.runtime.trace import _figures
 from jaxpp.schedules import Costs, Task, Timeline, simulate
 
 #: A run: its call, its rank, and its position in the rank's program; None where there is no such.
-Where = tuple[int, int, int | None]
+Where = tuple[int, int, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,9 +135,10 @@ class Trace:
         return sorted(whole, key=lambda call: self.timeline(call).makespan)[(len(whole) - 1) // 2]
 
     def timeline(self, call: int | None = None) -> Timeline:
-        """Returns the times of each task of a call, by default a typical one; the first starts at 0.
+        """Returns the times of each task of a call, by default a typical one.
 
-        The rows of the timeline are devices: a rank, or the ranks that share a device.
+        The first task starts at 0. The rows of the timeline are devices: a rank, or the ranks that
+        share a device.
 
         Raises:
             ValueError: the call was not traced, or not whole, or has no scheduled loop.

@@ -12,7 +12,7 @@ import jax
 from jaxpp._program import Bundle
 from jaxpp.runtime.trace import _clock, _timeline
 from jaxpp.runtime.trace._assemble import assemble
-from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading
+from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading, clock
 from jaxpp.runtime.trace._recorder import Recorder, Records, wait_for_runs
 from jaxpp.runtime.trace._result import Trace
 
@@ -39,10 +39,7 @@ class Tracing:
 
 
 def start_trace(
-    mesh: Any,
-    directory: str | os.PathLike[str],
-    times: Times,
-    running: Tracing | None,
+    mesh: Any, directory: str | os.PathLike[str], times: Times, running: Tracing | None
 ) -> Tracing:
     """Starts to trace the processes of a mesh: all of them, or none where anything is wrong.
 
@@ -111,11 +108,8 @@ def stop_trace(mesh: Any, tracing: Tracing | None, device_of: Sequence[int]) -> 
 
 def _check(process: Any, profile: pathlib.Path) -> str:
     """Returns the reason why a process cannot be traced; empty where it can."""
-    return (
-        "a rank is traced already"
-        if process.transport.recorder is not None
-        else _unwritable(profile)
-    )
+    traced = process.transport.recorder is not None
+    return "a rank is traced already" if traced else _unwritable(profile)
 
 
 def _start(process: Any, profile: pathlib.Path, times: Times, offset_ns: int, host: str) -> None:
@@ -127,16 +121,15 @@ def _start(process: Any, profile: pathlib.Path, times: Times, offset_ns: int, ho
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # each call of a Python function would be an event
     jax.profiler.start_trace(profile, profiler_options=options)
-    with jax.profiler.TraceAnnotation("jaxpp"):  # the first one takes longer
-        recorder = Recorder(waits=times == "waits")
-    # The profile's own times count from its start, which it does not record otherwise.
-    with jax.profiler.TraceAnnotation(
-        CLOCK_EVENT,
-        host=host,
-        monotonic_ns=str(recorder.zero + offset_ns),
-        unix_ns=str(time.time_ns()),
-    ):
-        process.transport.recorder = recorder
+    recorder = Recorder(waits=times == "waits")
+    # The profile's own times count from its start, which it does not record otherwise. The first
+    # event takes longer, so that its time is not exact.
+    for _ in range(3):
+        recorder.zero, unix_ns = clock(), time.time_ns()
+        known = {"monotonic_ns": str(recorder.zero + offset_ns), "unix_ns": str(unix_ns)}
+        with jax.profiler.TraceAnnotation(CLOCK_EVENT, host=host, **known):
+            pass
+    process.transport.recorder = recorder
 
 
 def _settle(process: Any) -> None:

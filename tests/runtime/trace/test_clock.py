@@ -8,9 +8,11 @@ import jax
 import pytest
 
 from jaxpp._program import Receive, Run, Send
+from jaxpp.runtime.remote._process import Process
 from jaxpp.runtime.trace import _clock, _tracing, clock
 from jaxpp.runtime.trace._clock import Reading, to_driver
 from jaxpp.runtime.trace._recorder import Records
+from jaxpp.runtime.transport import SocketTransport
 from tests.helpers import mesh_of
 from tests.runtime.trace import steps
 
@@ -164,3 +166,14 @@ def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch, one_pro
     with pytest.raises(RuntimeError, match="no profiler here"):
         _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
     assert all(p.transport.recorder is None for p in mesh.processes)
+
+
+def test_a_process_that_is_reset_within_a_trace_can_be_traced_again(tmp_path):
+    """JAX's profiler does not run on there, when the trace is lost with a rank."""
+    process = Process((0,))
+    process.have(SocketTransport({0: jax.devices()[0]}, b"secret"), 0, lambda reference: None)
+    for epoch in (1, 2):
+        _tracing._start(process, tmp_path / str(epoch), "profile", 0, "here")
+        process.reset(0, epoch)
+        assert process.transport.recorder is None
+    process.transport.close()
