@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpp.runtime.transport._errors import Aborted, NotComputed, PeerLost, TransportError
-from jaxpp.runtime.transport._frames import Header, Link, Read
+from jaxpp.runtime.transport._frames import Link, Read
 from jaxpp.runtime.transport._handshake import Addresses, Door, Kind, connect, start
 
 
@@ -49,32 +49,17 @@ class Connections:
 
     Args:
         epoch: the number of the epoch.
-        rank: the first rank of this process.
+        transport: the one whose connections they are. Its `memory` is called with each header that
+            comes, `take` with each message, `write` with what was `put`, and `failed` with the
+            error, on some thread, when a process is lost or after an abort.
         secret: some bytes that the processes have in common and nobody else has.
         address: the address of this host at which other hosts reach it, if they can.
         kind: the sort of connections that this process opens.
-        begin: called with the rank and each header that comes; checks it, and gives the memory for
-            a large message.
-        take: called with the peer and each message that has come; puts it into the mail.
-        write: called with each item that was put, and its peer; writes it.
-        fail: called, on some thread, with the error when a process is lost or after an abort.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        rank: int,
-        secret: bytes,
-        address: str | None,
-        kind: Kind,
-        *,
-        begin: Callable[[int, Header], Any],
-        take: Callable[["Connections", Peer, Read], None],
-        write: Callable[[Any, Peer], None],
-        fail: Callable[[BaseException], None],
-    ):
-        self.epoch, self._rank, self._secret, self._kind = epoch, rank, secret, kind
-        self._begin, self._take, self._write, self._fail = begin, take, write, fail
+    def __init__(self, epoch: int, transport: Any, secret: bytes, address: str | None, kind: Kind):
+        self.epoch, self._transport, self._rank = epoch, transport, transport.rank
+        self._connect = functools.partial(connect, epoch, self._rank, secret=secret, kind=kind)
         self.error: BaseException | None = None
         #: What has arrived, by program, call and tag: with its arrays, or with its bytes if it is
         #: small or its types unknown.
@@ -92,7 +77,7 @@ class Connections:
         self._by_descriptor: dict[int, Peer] = {}
         self._poll = select.poll()
         self._poll.register(self._heard, select.POLLIN)
-        self._door = Door(f"accept-{rank}", secret, address, self._add)
+        self._door = Door(f"accept-{self._rank}", secret, address, self._add)
 
     # ---- opening --------------------------------------------------------------------------------
 
@@ -104,19 +89,13 @@ class Connections:
     def connect(self, firsts: Mapping[int, int], peers: Mapping[int, Addresses]) -> None:
         """Connects to the processes before this one; those behind it connect to this one.
 
-        None listens any more once all are connected.
-
-        Args:
-            firsts: for each rank the first rank of its process.
-            peers: the addresses of each rank.
+        `firsts` has for each rank the first rank of its process. This one listens until all are in.
         """
         for first in dict.fromkeys(firsts.values()):
             if first < self._rank and first not in self.peers:
-                ends = self.epoch, self._rank, first, peers[first]
-                if not self._add(
-                    self.epoch, first, made := connect(*ends, self._secret, self._kind)
-                ):
-                    made.close()
+                connection = self._connect(first, peers[first])
+                if not self._add(self.epoch, first, connection):
+                    connection.close()
         with self._changed:
             self._firsts = dict(firsts)
             self._close_door()
@@ -126,7 +105,7 @@ class Connections:
         with self._changed:
             if epoch != self.epoch or rank in self.peers or self._over:
                 return False
-            peer = Peer(rank, Link(connection, functools.partial(self._begin, rank)))
+            peer = Peer(rank, Link(connection, functools.partial(self._transport.memory, rank)))
             self._by_descriptor[connection.fileno()] = self.peers[rank] = peer
             self._poll.register(connection, select.POLLIN)
             self._close_door()
@@ -175,7 +154,7 @@ class Connections:
             return
         try:
             for found in peer.link.read():
-                self._take(self, peer, found)
+                self._transport.take(self, peer, found)
         except (EOFError, OSError) as error:
             self._poll.unregister(descriptor)
             broke = f"it broke ({error})"
@@ -208,7 +187,7 @@ class Connections:
         with peer.link.connection:
             while (item := peer.tasks.get()) is not None:
                 if not peer.lost and self.error is None:
-                    self.attempt(peer, functools.partial(self._write, item, peer))
+                    self.attempt(peer, functools.partial(self._transport.write, item, peer))
                 del item  # it would hold the values while the thread waits for the next one
                 with self._changed:
                     peer.unsent.popleft()
@@ -263,7 +242,7 @@ class Connections:
             self.wake()
         with contextlib.suppress(OSError):  # what has come already can still be read
             peer.link.connection.shutdown(socket.SHUT_RDWR)
-        self._fail(PeerLost(peer.rank, reason))
+        self._transport.failed(PeerLost(peer.rank, reason))
 
     def abort(self, error: BaseException) -> None:
         """Ends all waits: `check` raises `Aborted` from now on, with `error` as the cause."""
@@ -273,7 +252,7 @@ class Connections:
             self.error = error.__cause__ if isinstance(error, NotComputed) else error
             self.mail.clear()
             self.wake()
-        self._fail(error)
+        self._transport.failed(error)
 
     def end(self) -> list[threading.Thread]:
         """Ends all connections; returns their threads, which end once their work is over."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import socket
 import threading
@@ -105,18 +104,8 @@ class SocketTransport:
         #: The recorder for which a thread reads.
         self._told: Any = None
         self._closed = False
-        self._open = functools.partial(
-            Connections,
-            rank=self.rank,
-            secret=secret,
-            address=address,
-            kind=kind,
-            begin=self._memory,
-            take=self._take,
-            write=self._write,
-            fail=self._failed,
-        )
-        self.connections = self._open(0)
+        self._open = secret, address, kind
+        self.connections = Connections(0, self, *self._open)
 
     @property
     def addresses(self) -> Addresses:
@@ -141,7 +130,7 @@ class SocketTransport:
 
     # ---- what comes -----------------------------------------------------------------------------
 
-    def _memory(self, rank: int, header: Header) -> Any:
+    def memory(self, rank: int, header: Header) -> Any:
         """Checks the header of a message from a rank; gives the memory for a large one."""
         if not 0 <= header.nbytes <= MOST_BYTES:
             raise TransportError(
@@ -150,7 +139,7 @@ class SocketTransport:
             )
         return self._pool.take(header.nbytes) if header.nbytes > SMALL else None
 
-    def _take(self, connections: Connections, peer: Peer, found: Read) -> None:
+    def take(self, connections: Connections, peer: Peer, found: Read) -> None:
         """Puts a message into the mail; one of another size than the program has, as it came."""
         header = found.header
         unpack = self._unpackers.get((header.program, header.tag))
@@ -237,7 +226,7 @@ class SocketTransport:
         header = Header(self._program, self._call, message.tag, message.source, unpack.nbytes)
         item = Outgoing(header, unpack.prepared(arrays), message, unpack)
         if not unpack.at_once and not peer.unsent and all(map(is_ready, item.arrays)):
-            connections.attempt(peer, lambda: self._write(item, peer, socket.MSG_DONTWAIT))
+            connections.attempt(peer, lambda: self.write(item, peer, socket.MSG_DONTWAIT))
             if not item.pieces:
                 return
         connections.put(item, peer)
@@ -246,7 +235,7 @@ class SocketTransport:
         """Returns what `Near.copies_of` does; None for a message to another process."""
         return self.near.copies_of(message) if message.target in self.homes else None
 
-    def _write(self, item: Outgoing, peer: Peer, flags: int = 0) -> None:
+    def write(self, item: Outgoing, peer: Peer, flags: int = 0) -> None:
         """Writes a message; as much of it as the connection takes at once where `flags` say so."""
         if item.pieces is None:
             pieces = to_send(item.header, self._values(item))
@@ -340,7 +329,8 @@ class SocketTransport:
         """
         self.connections.abort(error)
 
-    def _failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
+        """Tells of an error."""
         if self.on_failure is not None:
             self.on_failure(error)
 
@@ -362,7 +352,7 @@ class SocketTransport:
             raise ValueError(f"A transport in epoch {used} needs a later one, got {epoch}.")
         self.connections.end()
         self.near.clear()
-        self.connections, self._told = self._open(epoch), None
+        self.connections, self._told = Connections(epoch, self, *self._open), None
 
     def close(self) -> None:
         """Ends all connections and threads; waiting sends and receives raise `Aborted`."""
