@@ -348,7 +348,7 @@ def tasks(width: int = 1024) -> Iterator[Fact]:
 
     import jaxpp
     from jaxpp._program import Run
-    from jaxpp.runtime.trace._profile import _events, read_profile
+    from jaxpp.runtime.trace._profile import events_of, read_profile
 
     mesh, calls = jaxpp.MpmdMesh((2,), devices=shared()), 3
     step, weights, x = placed(mesh, width=width)
@@ -360,9 +360,9 @@ def tasks(width: int = 1024) -> Iterator[Fact]:
         trace = mesh.stop_trace()
         profile = trace.profile_paths[0]
         found = collections.defaultdict(list)
-        for run in read_profile(profile):
-            found[run.module].append((run.end - run.start) / 1e6)
-        stats = (stats for _, stats, *_ in _events(profile) if "hlo_module" in stats)
+        for (module, _), runs in read_profile(profile).items():
+            found[module] += [(end - start) / 1e6 for start, end in runs.values()]
+        stats = (stats for _, stats, *_ in events_of(profile) if "hlo_module" in stats)
         keys = sorted({key for own in stats for key in own})
     yield "attributes of operations", ", ".join(keys) or "no operation names its module"
     waited = collections.defaultdict(list)

@@ -89,6 +89,8 @@ def one_way(rank, pipe, case):
     try:
         pipe.send(transport.addresses)
         transport.connect({1 - rank: pipe.recv()})
+        pipe.send("connected")
+        pipe.recv()  # only when both have, they are
         transport.expect([there, back])
         samples = []
         for repeat in range(case.repeats + 1):

@@ -24,6 +24,7 @@ from jaxpp.runtime.remote._feed import Batch
 from jaxpp.runtime.remote._programs import Loading
 from jaxpp.runtime.remote._rank import Rank
 from jaxpp.runtime.remote._start import Hello, Setup, start_ranks
+from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
     Aborted,
     Addresses,
@@ -221,7 +222,7 @@ class Process:
         for dispatcher in self._steps.values():
             dispatcher.clear()
         self._running, self._call = None, -1
-        self.transport.recorder = None
+        stop_recording(self)
         self.transport.reset(epoch)
         self._end = concurrent.futures.Future()
         return self.transport.addresses

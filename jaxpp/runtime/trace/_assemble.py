@@ -1,24 +1,24 @@
 """Puts what processes have recorded on one clock."""
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any
 
 from jaxpp._program import Bundle, Message, Receive, Run, Send
-from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, Where
-from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun
+from jaxpp.runtime.trace._clock import Offset, to_driver
+from jaxpp.runtime.trace._recorder import Records
+from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
 
+#: When a run was dispatched, started and ended, in seconds; None where that was not seen.
+Seen = tuple[float, Any, Any]
 #: A device, and what of it runs something: what it computes with, or what it copies with.
 Lane = tuple[int, str]
-_Record = TypeVar("_Record", RunRecord, MessageRecord)
 
 
 def assemble(
     records: Mapping[int, Records],
-    offsets: Mapping[int, Offset],
+    offsets: Mapping[int, Sequence[Offset]],
     zero: int,
     steps: Mapping[int, Bundle],
     device_of: Sequence[int],
@@ -27,22 +27,32 @@ def assemble(
 
     Args:
         records: those of each process.
-        offsets: for each process, what its clock is behind that of the driver.
+        offsets: for each process, what its clock was behind that of the driver at two moments.
         zero: the driver's time, in nanoseconds, from which times count.
         steps: the programs of each step by its number.
         device_of: for each rank, the number of its device.
     """
-    noted, sent, received = [], [], []
+    seen: dict[Where, Seen] = {}
+    sent: dict[tuple[int, int], tuple[float, float]] = {}
+    received: dict[tuple[int, int], tuple[float, float]] = {}
+    numbers: dict[int, int] = {}
     for process, own in records.items():
-        noted += [_in_seconds(r, offsets[process], zero) for r in own.runs]
-        sent += [_in_seconds(r, offsets[process], zero) for r in own.sent]
-        received += [_in_seconds(r, offsets[process], zero) for r in own.received]
-    step_of = {run.call: run.step for run in noted}
-    calls = {call: steps[step] for call, step in sorted(step_of.items()) if step in steps}
-    messages = _messages(sent, received, calls)
-    runs = _runs(noted, messages, calls, device_of)
+        seconds = _clock_of(offsets[process], zero)
+        seen |= {key: seconds(times) for key, times in own.runs.items()}
+        sent |= {key: seconds(times) for key, times in own.sent.items()}
+        received |= {key: seconds(times) for key, times in own.received.items()}
+        numbers |= own.calls
+    calls = {call: steps[step] for call, step in sorted(numbers.items()) if step in steps}
+    ends = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
+    messages = [
+        TracedMessage(call, *ends[id(calls[call])][tag], *times, *received[call, tag])
+        for (call, tag), times in sent.items()
+        if call in calls and tag in ends[id(calls[call])] and (call, tag) in received
+    ]
+    seen = {where: s for where, s in seen.items() if where[0] in calls}
+    runs = _runs(dict(sorted(seen.items(), key=lambda r: r[1][0])), messages, calls, device_of)
     by_place = {run.where: run for run in runs}
-    messages = [_between(m, by_place) for m in messages]
+    messages = [_between(m, by_place.get(m.made_by), by_place.get(m.read_by)) for m in messages]
     return Trace(
         tuple(sorted(runs, key=lambda run: (run.start, run.end))),
         tuple(sorted(messages, key=lambda m: (m.start, m.message.tag))),
@@ -52,113 +62,73 @@ def assemble(
     )
 
 
-def _in_seconds(record: _Record, offset: Offset, zero: int) -> _Record:
-    """Returns a record whose times are seconds since the start of the trace."""
-    times = {name: getattr(record, name, None) for name in ("dispatched", "start", "end")}
-    moved = {n: (offset.to_driver(t) - zero) / 1e9 for n, t in times.items() if t is not None}
-    return dataclasses.replace(record, **moved)
-
-
-# ---- runs ----------------------------------------------------------------------------------------
+def _clock_of(offsets: Sequence[Offset], zero: int) -> Callable[[Sequence[int | None]], Any]:
+    """Returns what makes times of a process seconds since the start of the trace."""
+    return lambda times: tuple(
+        None if t is None else (to_driver(t, offsets) - zero) / 1e9 for t in times
+    )
 
 
 def _runs(
-    records: Iterable[RunRecord],
+    seen: Mapping[Where, Seen],
     messages: Sequence[TracedMessage],
     calls: Mapping[int, Bundle],
     device_of: Sequence[int],
 ) -> list[TracedRun]:
-    """Makes the runs of all ranks from their records.
+    """Makes the runs of all ranks, in the order of their dispatch.
 
-    A run whose start is not known started when it could: when it had been dispatched, its lane was
-    free and its messages were there.
+    A run whose start was not seen started when it could: when it had been dispatched, its lane was
+    free and its messages were there. Its end was noted by a thread, which may have been woken late:
+    it ended before the next one of its lane, before a message that it has made has left, and before
+    the run that reads the message. All of these were dispatched later.
     """
-    known = {r.where: r for r in sorted(records, key=lambda r: r.dispatched) if r.call in calls}
-    runs = {where: _run_of(record, calls) for where, record in known.items()}
-    lanes = {where: (device_of[r.rank], runs[where].lane) for where, r in known.items()}
-    ends = _ends(known, lanes, messages)
+    runs: dict[Where, Run] = {}
+    lanes: dict[Where, Lane] = {}
+    for where in seen:
+        call, rank, position = where
+        runs[where] = run = calls[call].programs[rank].instructions[position]
+        lanes[where] = device_of[rank], run.lane
+    made: dict[Where, list[TracedMessage]] = defaultdict(list)
     arrived: dict[Where, float] = {}
     for m in messages:
+        made[m.made_by].append(m)
         arrived[m.read_by] = max(arrived.get(m.read_by, m.end), m.end)
-    free: dict[Lane, float] = {}
-    traced = []
-    for where, r in known.items():
-        run, lane, start, end = runs[where], lanes[where], r.start, ends.get(where)
+
+    ends: dict[Where, float] = {}
+    next_end: dict[Lane, float] = {}
+    for where, (_, start, end) in reversed(list(seen.items())):
+        if end is None:
+            continue
         if start is None:
-            ready = free.get(lane, r.dispatched), arrived.get(where, r.dispatched)
-            start = max(r.dispatched, *ready)
-            start = start if end is None else min(start, end)
-        free[lane] = end = start if end is None else end
-        times = min(r.dispatched, start), start, end
-        traced.append(TracedRun(r.call, r.rank, r.position, run.label, *times, run.task))
+            bounds = [end, next_end.get(lanes[where], end)]
+            for m in made[where]:
+                bounds += [m.sent, m.end, ends.get(m.read_by, end)]
+            end = min(bounds)
+        ends[where] = next_end[lanes[where]] = end
+
+    free: dict[Lane, float] = {}
+    traced: list[TracedRun] = []
+    for where, (dispatched, start, _) in seen.items():
+        run, lane = runs[where], lanes[where]
+        if start is None:
+            start = max(dispatched, free.get(lane, dispatched), arrived.get(where, dispatched))
+            start = min(start, ends.get(where, start))
+        free[lane] = end = ends.get(where, start)
+        traced.append(TracedRun(*where, run.label, min(dispatched, start), start, end, run.task))
     return traced
 
 
-def _run_of(record: RunRecord, calls: Mapping[int, Bundle]) -> Run:
-    run = calls[record.call].programs[record.rank].instructions[record.position]
-    assert isinstance(run, Run)
-    return run
-
-
-def _ends(
-    known: Mapping[Where, RunRecord],
-    lanes: Mapping[Where, Lane],
-    messages: Sequence[TracedMessage],
-) -> dict[Where, float]:
-    """Corrects ends that a thread has noted, for it may be woken late.
-
-    A run has ended before the next one of its lane, before a message that it has made has left, and
-    before the run that reads the message. All of these were dispatched later.
-    """
-    made: dict[Where, list[TracedMessage]] = defaultdict(list)
-    for m in messages:
-        made[m.made_by].append(m)
-    ends: dict[Where, float] = {}
-    next_end: dict[Lane, float] = {}
-    for where, r in reversed(list(known.items())):
-        if r.end is None:
-            continue
-        bounds = [r.end]
-        if r.start is None:  # noted by a thread
-            bounds += [t for m in made[where] for t in (m.sent, m.end)]
-            bounds += [ends[m.read_by] for m in made[where] if m.read_by in ends]
-            bounds.append(next_end.get(lanes[where], r.end))
-        ends[where] = next_end[lanes[where]] = min(bounds)
-    return ends
-
-
-# ---- messages ------------------------------------------------------------------------------------
-
-
-def _messages(
-    sent: Iterable[MessageRecord], received: Iterable[MessageRecord], calls: Mapping[int, Bundle]
-) -> list[TracedMessage]:
-    """Joins the records of both ends of each message of the calls."""
-    targets = {(r.call, r.tag): r for r in received}
-    known = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
-    messages = []
-    for (call, tag), here in {(r.call, r.tag): r for r in sent}.items():
-        there = targets.get((call, tag))
-        ends = known[id(calls[call])].get(tag) if call in calls else None
-        if there is not None and ends is not None:
-            times = here.start, here.end, there.start, there.end
-            messages.append(TracedMessage(call, *ends, *times))
-    return messages
-
-
-def _between(sent: TracedMessage, runs: Mapping[Where, TracedRun]) -> TracedMessage:
+def _between(m: TracedMessage, maker: TracedRun | None, reader: TracedRun | None) -> TracedMessage:
     """Corrects the times of a message: sent after its maker ends, there before its reader starts.
 
     The thread that notes a copy may be woken late, and a send begins with the wait for its maker.
     """
-    maker, reader = runs.get(sent.made_by), runs.get(sent.read_by)
-    made = sent.start if maker is None else maker.end
-    read = sent.end if reader is None else max(reader.start, made)
-    start = min(max(sent.start, made), read)
-    end = max(min(sent.end, read), start)
-    arriving = min(max(sent.arriving, start), end)
-    done = max(min(sent.sent, end), start)
-    return dataclasses.replace(sent, start=start, sent=done, arriving=arriving, end=end)
+    made = m.start if maker is None else maker.end
+    read = m.end if reader is None else max(reader.start, made)
+    start = min(max(m.start, made), read)
+    end = max(min(m.end, read), start)
+    sent, arriving = max(min(m.sent, end), start), min(max(m.arriving, start), end)
+    return TracedMessage(m.call, m.message, m.maker, m.reader, start, sent, arriving, end)
 
 
 def _ends_of_messages(bundle: Bundle) -> dict[int, tuple[Message, int | None, int | None]]:

@@ -4,14 +4,17 @@ import dataclasses
 import pathlib
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from jaxpp.runtime.trace._records import clock
-
+#: One clock for all processes of a host, in nanoseconds.
+clock = time.monotonic_ns
 #: The event of JAX's profiles that has the time of the driver's clock; see `merge_traces`.
 CLOCK_EVENT = "jaxpp clock"
 #: The number of times that a clock is asked; the shortest of so many round trips has little delay.
 ROUND_TRIPS = 10
+#: A time of another clock, and what to add to it to have the driver's, in nanoseconds.
+Offset = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,36 +34,12 @@ def read_clock(process: Any = None) -> Reading:
     return Reading(_host(), clock(), time.time_ns())
 
 
-@dataclasses.dataclass(frozen=True)
-class Offset:
-    """The nanoseconds to add to a clock's time to have the driver's time.
-
-    Clocks do not run equally fast. The offset is measured at two moments; between and beyond them
-    it lies on the line through both.
-
-    >>> Offset(((1000, 50), (2000, 60))).to_driver(1500)
-    1555
-    """
-
-    points: tuple[tuple[int, int], ...]
-
-    def to_driver(self, time: int) -> int:
-        """Returns the driver's time at a time of the other clock."""
-        (t0, first), (t1, last) = self.points[0], self.points[-1]
-        if t0 == t1:
-            return time + first
-        return time + first + round((last - first) * (time - t0) / (t1 - t0))
-
-
-def measure_offset(mesh: Any, number: int) -> tuple[int, int]:
+def measure_offset(mesh: Any, number: int) -> Offset:
     """Measures how far the clock of a process is behind that of this one, the driver's.
 
     The process is taken to read its clock in the middle of a round trip. This is wrong by half a
     round trip at most, so the shortest one counts: the clock filter of NTP (D. Mills et al., RFC
-    5905, sections 8 and 10).
-
-    Returns:
-        The time there, and what to add to it, in nanoseconds; 0 where the clock is the same one.
+    5905, sections 8 and 10). The offset is 0 where the clock is the same one.
     """
     readings = []
     for _ in range(ROUND_TRIPS):
@@ -73,6 +52,18 @@ def measure_offset(mesh: Any, number: int) -> tuple[int, int]:
         readings.append((after - before, there, (before + after) // 2 - there))
     _, there, offset = min(readings)
     return there, offset
+
+
+def to_driver(time: int, offsets: Sequence[Offset]) -> int:
+    """Returns the driver's time at a time of another clock.
+
+    Clocks do not run equally fast. The offset is on the line through those at two moments.
+
+    >>> to_driver(1500, [(1000, 50), (2000, 60)])
+    1555
+    """
+    (t0, first), (t1, last) = offsets
+    return time + first + round((last - first) * (time - t0) / ((t1 - t0) or 1))
 
 
 def _host() -> str:

@@ -28,35 +28,34 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
     What a loop reads of another one is left out: it depends on more than one microbatch.
     """
     needs: dict[Key, dict[Key, None]] = {(t.kind, t.stage): {} for t in tasks_of(bundle)}
-    messages: dict[int, list[Run | None]] = {}
-    reads: list[tuple[Run, list[Any]]] = []
+    sent: dict[tuple[int, int], Any] = {}  # the maker of each array of a message, by its tag
+    reads: list[tuple[Run, Any]] = []
     for program in bundle.programs:
-        made: dict[int, Any] = {}
+        made: dict[int, Any] = {}  # of each slot: a run, or the tag and the place in a message
         for instruction in program.instructions:
             match instruction:
                 case Run():
-                    reads.append((instruction, [made.get(slot) for slot in instruction.inputs]))
+                    reads += [(instruction, made.get(slot)) for slot in instruction.inputs]
                     made.update(dict.fromkeys(instruction.outputs, instruction))
                 case Send(slots, message):
-                    messages[message.tag] = [made.get(slot) for slot in slots]
+                    sent.update({(message.tag, n): made.get(slot) for n, slot in enumerate(slots)})
                 case Receive(slots, message):
-                    # The maker of the result is found once the program of its sender has been read.
-                    made.update({s: (message.tag, i) for i, s in enumerate(slots)})
+                    made.update({slot: (message.tag, n) for n, slot in enumerate(slots)})
                 case Free(slots):
                     for slot in slots:
                         made.pop(slot, None)
-    for run, makers in reads:
-        for maker in makers:
-            while isinstance(maker, tuple):
-                maker = messages[maker[0]][maker[1]]
-            own, task = run.task, maker and maker.task
-            if own and own.kind is Kind.O:
-                continue  # it comes after tasks of its rank that read the same
-            if own and task and maker.loop == run.loop and task.microbatch == own.microbatch:
-                needs[own.kind, own.stage][task.kind, task.stage] = None
-                if task.kind is Kind.L:  # of another microbatch it may read what the forward made
-                    needs[own.kind, own.stage][Kind.F, task.stage] = None
-    return {key: tuple(own) for key, own in needs.items()}
+    for run, maker in reads:
+        while isinstance(maker, tuple):
+            maker = sent[maker]
+        reader, task = run.task, maker and maker.task
+        if not reader or not task or maker.loop != run.loop:
+            continue
+        # An offload comes after tasks of its rank that read the same.
+        if reader.kind is not Kind.O and task.microbatch == reader.microbatch:
+            needs[reader.kind, reader.stage][task.kind, task.stage] = None
+            if task.kind is Kind.L:  # of another microbatch it may read what the forward made
+                needs[reader.kind, reader.stage][Kind.F, task.stage] = None
+    return {key: tuple(found) for key, found in needs.items()}
 
 
 def typical_times(calls: Iterable[Sequence[Clocked]]) -> dict[Key, float]:

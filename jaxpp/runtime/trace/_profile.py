@@ -1,43 +1,32 @@
 """Reads the runs of computations from JAX's own profile, and finds which dispatch each was of."""
 
-import dataclasses
 import pathlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxpp.runtime.executor import Copier
 from jaxpp.runtime.trace._clock import CLOCK_EVENT
-from jaxpp.runtime.trace._records import RunRecord
+from jaxpp.runtime.trace._result import Where
 
+#: The runs of a profile: by the name of the module (empty where the device had nothing to do) and
+#: the device, for the number of each launch its start and end in nanoseconds since the profile's
+#: clock event. Each launch of an executable has the next number.
+Profiled = Mapping[tuple[str, int], Mapping[int, tuple[int, int]]]
+#: When a run was dispatched, started and ended; None where that was not seen.
+Seen = tuple[int, Any, Any]
 #: A run may be seen to start so long before its dispatch, in nanoseconds: clocks are not exact.
 _SLACK = 200_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Module:
+class Module(NamedTuple):
     """A compiled computation on the devices of a rank, as JAX's profile names both."""
 
     name: str
     devices: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProfiledRun:
-    """A run of a module on a device; times are nanoseconds since the profile's clock event.
-
-    `number` is that of the launch: each launch of an executable has the next one. `module` is empty
-    where the device had nothing to do.
-    """
-
-    module: str
-    device: int
-    number: int
-    start: int
-    end: int
 
 
 def module_of(executable: Any) -> Module | None:
@@ -54,7 +43,7 @@ def module_of(executable: Any) -> Module | None:
     return Module(loaded.hlo_modules()[0].name, tuple(d.local_hardware_id for d in devices))
 
 
-def read_profile(folder: pathlib.Path) -> list[ProfiledRun]:
+def read_profile(folder: pathlib.Path) -> Profiled:
     """Reads the runs of the last profile in a folder that `jax.profiler.start_trace` wrote to.
 
     Each operation has the module, the device and the number of its run. An event of its own, with
@@ -65,23 +54,23 @@ def read_profile(folder: pathlib.Path) -> list[ProfiledRun]:
     zero = 0.0
     with warnings.catch_warnings():  # one of JAX's, taken for an error, would end the process
         warnings.simplefilter("ignore", DeprecationWarning)
-        for name, stats, start, end in _events(folder):
+        for name, stats, start, end in events_of(folder):
             if name == CLOCK_EVENT:
-                zero = start
-            if "run_id" not in stats or "device_ordinal" not in stats:
-                continue
-            key = stats["device_ordinal"], stats["run_id"]
-            earliest, latest = spans.get(key, (start, end))
-            spans[key] = min(earliest, start), max(latest, end)
-            if "hlo_module" in stats:
-                names[key] = stats["hlo_module"]
-    return [
-        ProfiledRun(names.get(key, ""), *key, round(start - zero), round(end - zero))
-        for key, (start, end) in spans.items()
-    ]
+                zero = max(zero, start)
+            if "run_id" in stats and "device_ordinal" in stats:
+                key = stats["device_ordinal"], stats["run_id"]
+                earliest, latest = spans.get(key, (start, end))
+                spans[key] = min(earliest, start), max(latest, end)
+                if "hlo_module" in stats:
+                    names[key] = stats["hlo_module"]
+    found: dict[tuple[str, int], dict[int, tuple[int, int]]] = defaultdict(dict)
+    for (device, number), (start, end) in spans.items():
+        name = names.get((device, number), "")
+        found[name, device][number] = round(start - zero), round(end - zero)
+    return found
 
 
-def _events(folder: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], float, float]]:
+def events_of(folder: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], float, float]]:
     """Yields the name, the attributes, the start and the end of each event of the last profile."""
     path = max(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda p: p.stat().st_mtime_ns)
     profile = jax.profiler.ProfileData.from_file(str(path))  # its parts do not keep it alive
@@ -93,8 +82,8 @@ def _events(folder: pathlib.Path) -> Iterator[tuple[str, dict[str, Any], float, 
 
 
 def match(
-    dispatches: Sequence[tuple[Module, RunRecord]], profiled: Sequence[ProfiledRun], zero: int
-) -> tuple[list[RunRecord], list[str]]:
+    dispatches: Mapping[Module, Mapping[Where, int]], profiled: Profiled, zero: int
+) -> tuple[dict[Where, Seen], list[str]]:
     """Finds the times of dispatches in a profile.
 
     The launches of a module on the devices of a rank have the order of their dispatches, also where
@@ -102,58 +91,49 @@ def match(
     the profile; the numbers of the launches tell which.
 
     Args:
-        dispatches: the module and the record of each, in their order.
+        dispatches: for each module its runs, in their order, and when each was dispatched.
         profiled: the runs of the profile.
         zero: the time of the profile's clock event by the clock of the process.
 
     Returns:
-        The records with their times, and what kept others from being known.
+        What is known of the runs, and what kept others from being known.
     """
-    by_module: dict[Module, list[RunRecord]] = defaultdict(list)
-    for module, record in dispatches:
-        by_module[module].append(record)
-    known: list[RunRecord] = []
+    seen: dict[Where, Seen] = {}
     errors: list[str] = []
-    for module, records in by_module.items():
-        runs = _joined(module, profiled)
-        unnamed = [run for run in profiled if not run.module and run.device in module.devices]
-        if not runs and len(unnamed) >= len(records):
-            known += records  # it gives its arguments back: the device has nothing to do
+    for module, asked in dispatches.items():
+        spans: dict[int, tuple[int, int]] = {}  # until all devices of a launch have ended
+        for device in module.devices:
+            for number, (start, end) in profiled.get((module.name, device), {}).items():
+                first, last = spans.get(number, (zero + start, zero + end))
+                spans[number] = min(first, zero + start), max(last, zero + end)
+        unnamed = sum(len(profiled.get(("", device), {})) for device in module.devices)
+        if not spans and unnamed >= len(asked):
+            # It gives its arguments back: the device has nothing to do.
+            seen |= {where: (dispatched, None, None) for where, dispatched in asked.items()}
             continue
-        places = _places(runs, [record.dispatched - zero for record in records])
-        known += [
-            dataclasses.replace(records[n], start=zero + run.start, end=zero + run.end)
-            for n, run in zip(places, runs, strict=False)
-        ]
-        if len(places) < len(records):
+        spans = dict(sorted(spans.items(), key=lambda launch: launch[1]))
+        places, order = _places(spans, list(asked.values())), list(asked.items())
+        for place, span in zip(places, spans.values(), strict=False):
+            where, dispatched = order[place]
+            seen[where] = dispatched, *span
+        if len(places) < len(asked):
             errors.append(
-                f"JAX's profile has {len(runs)} of {len(records)} runs of {module.name} on device "
+                f"JAX's profile has {len(spans)} of {len(asked)} runs of {module.name} on device "
                 f"{', '.join(map(str, module.devices))}, and the times of {len(places)} are known"
             )
-    return known, errors
+    return seen, errors
 
 
-def _joined(module: Module, profiled: Sequence[ProfiledRun]) -> list[ProfiledRun]:
-    """Returns the runs of a module, from their start on its first device to the end on its last."""
-    runs: dict[int, ProfiledRun] = {}
-    for run in profiled:
-        if run.module == module.name and run.device in module.devices:
-            before = runs.get(run.number, run)
-            start, end = min(before.start, run.start), max(before.end, run.end)
-            runs[run.number] = dataclasses.replace(run, start=start, end=end)
-    return sorted(runs.values(), key=lambda run: run.start)
-
-
-def _places(runs: Sequence[ProfiledRun], dispatched: Sequence[float]) -> list[int]:
-    """Finds for each run, in the order of starts, which dispatch it was; empty where unknown.
+def _places(launches: Mapping[int, tuple[int, int]], dispatched: Sequence[int]) -> list[int]:
+    """Finds for each launch, in the order of starts, which dispatch it was; empty where unknown.
 
     The launches of one executable are numbered one after the other, so a gap is a run that did not
     start. Launches of several executables of one name are taken in order, if all are there.
     """
-    numbers = [run.number for run in runs]
-    first = min(numbers, default=0)
-    for skipped in range(len(dispatched) - max(numbers, default=0) + first):
-        places = [number - first + skipped for number in numbers]
-        if all(r.start >= dispatched[n] - _SLACK for r, n in zip(runs, places, strict=True)):
+    first, last = min(launches, default=0), max(launches, default=0)
+    for skipped in range(len(dispatched) - (last - first)):
+        places = [number - first + skipped for number in launches]
+        starts = [start for start, _ in launches.values()]
+        if all(s >= dispatched[n] - _SLACK for s, n in zip(starts, places, strict=True)):
             return places
-    return list(range(len(runs))) if len(runs) == len(dispatched) else []
+    return list(range(len(launches))) if len(launches) == len(dispatched) else []

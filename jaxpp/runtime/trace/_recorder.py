@@ -1,9 +1,12 @@
 """Records what a process dispatches and sends, without stopping it."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import pathlib
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -11,24 +14,31 @@ import jax
 
 from jaxpp._program import Message, Run, Send
 from jaxpp.runtime.executor import Chunk, Executor
-from jaxpp.runtime.trace._profile import Module, match, module_of, read_profile
-from jaxpp.runtime.trace._records import MessageRecord, Records, RunRecord, clock
+from jaxpp.runtime.trace._clock import clock
+from jaxpp.runtime.trace._profile import Module, Seen, match, module_of, read_profile
+from jaxpp.runtime.trace._result import Where
 
 #: How long to wait for what devices compute, in seconds.
 _TIMEOUT = 60.0
 
 
-def wait_for_runs() -> None:
-    """Waits until this process has computed all that it has dispatched.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Records:
+    """All that a process has recorded; times are nanoseconds of its clock.
 
-    A device takes what a thread dispatches in order, so that the next computation is the last one.
-    What other threads have dispatched has results that are alive, or nobody wants it.
+    Args:
+        runs: each run, with what was seen of it.
+        sent: for the call and the tag of a message, when its sending started and ended.
+        received: the same of its receiving.
+        calls: the step of each call.
+        errors: why some of the runs are not known.
     """
-    for device in jax.local_devices():
-        _mark(jax.device_put(0, device)).block_until_ready()
-    for array in jax.live_arrays():
-        with contextlib.suppress(Exception):  # of a call that has failed, or deleted meanwhile
-            array.block_until_ready()
+
+    runs: dict[Where, Seen] = dataclasses.field(default_factory=dict)
+    sent: dict[tuple[int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    received: dict[tuple[int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    calls: dict[int, int] = dataclasses.field(default_factory=dict)
+    errors: list[str] = dataclasses.field(default_factory=list)
 
 
 class Recorder:
@@ -43,18 +53,17 @@ class Recorder:
     """
 
     def __init__(self, waits: bool = False) -> None:
-        #: The time of the profile's clock event.
-        self.zero = clock()
+        #: The time of the profile's last clock event.
+        self.zero = 0
         self._waits = waits
         self._programs: dict[int, tuple[Executor, dict[int, tuple[int, Module | None]]]] = {}
-        self._dispatches: list[tuple[Module, RunRecord]] = []
+        self._dispatches: dict[Module, dict[Where, int]] = defaultdict(dict)
         #: For each lane of a rank, and each way of a message, a thread that waits.
         self._threads: dict[Any, futures.Executor] = defaultdict(
             lambda: futures.ThreadPoolExecutor(1, "jaxpp trace")
         )
-        self._clocked: list[futures.Future[RunRecord | MessageRecord | str]] = []
-        self._sent: list[MessageRecord] = []
-        self._received: list[MessageRecord] = []
+        self._clocked: list[futures.Future[None]] = []
+        self._records = Records()
 
     def calling(self, call: int) -> Any:
         """Makes the context of a call's dispatch, which tools show as a step."""
@@ -65,8 +74,8 @@ class Recorder:
 
         `call` and `step` are the numbers of the call and of the step that is called.
         """
-        known = self.prepare(executor)
-        rank = executor.program.rank
+        known, rank = self.prepare(executor), executor.program.rank
+        self._records.calls[call] = step
         for instruction in chunk:
             start = clock()
             if not isinstance(instruction, Run):
@@ -75,21 +84,21 @@ class Recorder:
                     self._copied(executor.transport, instruction.message, call, start)
                 continue
             position, module = known[id(instruction)]
-            record = RunRecord(call, step, rank, position, start)
+            where = call, rank, position
             if module is not None:  # noted before: the profile has a run that fails, too
-                self._dispatches.append((module, record))
+                self._dispatches[module][where] = start
             with jax.profiler.TraceAnnotation(instruction.label, call=call, rank=rank):
                 executor.execute((instruction,))
             if module is None:
-                self._computed(executor, instruction, record)
+                self._computed(executor, instruction, where, start)
 
     def sent(self, call: int, message: Message, start: int, end: int) -> None:
         """Notes that a message was sent from `start` to `end`, in nanoseconds of `clock`."""
-        self._sent.append(MessageRecord(call, message.tag, start, end))
+        self._records.sent[call, message.tag] = start, end
 
     def received(self, call: int, message: Message, start: int, end: int) -> None:
         """Notes that a message came in from `start` to `end`, in nanoseconds of `clock`."""
-        self._received.append(MessageRecord(call, message.tag, start, end))
+        self._records.received[call, message.tag] = start, end
 
     def settle(self) -> None:
         """Waits until all recorded runs and copies have ended."""
@@ -101,20 +110,18 @@ class Recorder:
 
         Without one only runs that threads have clocked are known.
         """
-        runs, errors = [], []
-        if profile is not None and self._dispatches:
-            runs, errors = match(self._dispatches, read_profile(profile), self.zero)
-        done, late = futures.wait(self._clocked, _TIMEOUT)
+        _, late = futures.wait(self._clocked, _TIMEOUT)
         for thread in self._threads.values():
             thread.shutdown(wait=False)
-        clocked = [future.result() for future in self._clocked if future in done]
-        runs += [r for r in clocked if isinstance(r, RunRecord)]
-        copies = [r for r in clocked if isinstance(r, MessageRecord)]
-        errors += [r for r in clocked if isinstance(r, str)]
+        noted = [getattr(self._records, field.name) for field in dataclasses.fields(Records)]
+        records = Records(*map(copy.copy, noted))  # what is noted later is not in it
         if late:
-            errors.append(f"a device has not ended its work in {_TIMEOUT:.0f} s")
-        sent, received = (*self._sent, *copies), (*self._received, *copies)
-        return Records(tuple(runs), sent, received, tuple(errors))
+            records.errors.append(f"a device has not ended its work in {_TIMEOUT:.0f} s")
+        if profile is not None and self._dispatches:
+            runs, errors = match(self._dispatches, read_profile(profile), self.zero)
+            records.runs.update(runs)
+            records.errors.extend(errors)
+        return records
 
     def prepare(self, executor: Executor) -> dict[int, tuple[int, Module | None]]:
         """Finds the position of each run of an executor, and its module, by the run's id."""
@@ -137,30 +144,52 @@ class Recorder:
 
         The copies between two homes are made in order.
         """
-        if copies := transport.copies_of(message):
-            link, arrays = copies
-            self._wait(link, MessageRecord(call, message.tag, start, start), arrays)
 
-    def _computed(self, executor: Executor, run: Run, record: RunRecord) -> None:
+        def note(end: int) -> None:
+            self.sent(call, message, start, end)
+            self.received(call, message, start, end)
+
+        if (copies := transport.copies_of(message)) is not None:
+            order, arrays = copies
+            self._wait(order, arrays, note)
+
+    def _computed(self, executor: Executor, run: Run, where: Where, start: int) -> None:
         """Notes a run at the end of its smallest result."""
         results = [executor.slots[slot] for slot in run.outputs]
         smallest = min((x for x in results if x.size), key=lambda x: x.size, default=None)
         if smallest is not None and run.lane != "copy":  # nothing takes the memory of a copy
             smallest = _mark(smallest)
-        self._wait((record.rank, run.lane), record, smallest)
+        note = functools.partial(self._ended, where, start)
+        self._wait((executor.program.rank, run.lane), smallest, note)
 
-    def _wait(self, order: Any, record: RunRecord | MessageRecord, arrays: Any) -> None:
+    def _ended(self, where: Where, start: int, end: int) -> None:
+        self._records.runs[where] = start, None, end
+
+    def _wait(self, order: Any, arrays: Any, note: Callable[[int], None]) -> None:
         """Lets a thread wait for arrays, and note their time; one thread waits for an `order`."""
-        self._clocked.append(self._threads[order].submit(_ended, record, arrays))
+
+        def wait() -> None:
+            try:
+                jax.block_until_ready(arrays)
+            except Exception as error:  # the step's own error, which the caller of the step gets
+                self._records.errors.append(str(error).partition("\n")[0])
+            else:
+                note(clock())
+
+        self._clocked.append(self._threads[order].submit(wait))
 
 
-def _ended(record: RunRecord | MessageRecord, arrays: Any) -> RunRecord | MessageRecord | str:
-    """Waits for arrays, and ends their record; or returns the error that they have."""
-    try:
-        jax.block_until_ready(arrays)
-    except Exception as error:  # the step's own error, which the caller of the step gets
-        return str(error).partition("\n")[0]
-    return dataclasses.replace(record, end=clock())
+def wait_for_runs() -> None:
+    """Waits until this process has computed all that it has dispatched.
+
+    A device takes what a thread dispatches in order, so that the next computation is the last one.
+    What other threads have dispatched has results that are alive, or nobody wants it.
+    """
+    for device in jax.local_devices():
+        _mark(jax.device_put(0, device)).block_until_ready()
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # of a call that has failed, or deleted meanwhile
+            array.block_until_ready()
 
 
 @jax.jit

@@ -6,11 +6,14 @@ import pathlib
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from jaxpp._program import Bundle, Message, Run
 from jaxpp.runtime.trace import _figures
-from jaxpp.runtime.trace._records import Where
 from jaxpp.schedules import Costs, Task, Timeline, simulate
+
+#: A run: its call, its rank, and its position in the rank's program; None where there is no such.
+Where = tuple[int, int, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,18 +135,16 @@ class Trace:
         return sorted(whole, key=lambda call: self.timeline(call).makespan)[(len(whole) - 1) // 2]
 
     def timeline(self, call: int | None = None) -> Timeline:
-        """Returns the times of each task of a call; the first task starts at 0.
+        """Returns the times of each task of a call, by default a typical one.
 
-        The rows of the timeline are devices: a rank, or the ranks that share a device.
-
-        Args:
-            call: which; by default a typical one.
+        The first task starts at 0. The rows of the timeline are devices: a rank, or the ranks that
+        share a device.
 
         Raises:
             ValueError: the call was not traced, or not whole, or has no scheduled loop.
         """
         call = self._chosen(call)
-        clocked = [(self.device_of[r.rank], r.task, r.start, r.end) for r in self._by_call[call]]
+        clocked = [(self.device_of[r.rank], r.task, r.start, r.end) for r in self._by_call[call][0]]
         orders = [
             [task for device, task, *_ in clocked if device == d and task]
             for d in range(1 + max(self.device_of))
@@ -151,29 +152,22 @@ class Trace:
         return _figures.timeline_of(_figures.table_of(orders), clocked)
 
     def simulated(self, call: int | None = None) -> Timeline:
-        """Simulates the tasks of a call with the costs of the trace.
-
-        Args:
-            call: which; by default a typical one.
+        """Simulates the tasks of a call, by default a typical one, with the costs of the trace.
 
         Raises:
             ValueError: as `timeline` does.
         """
         call = self._chosen(call)
-        bundle = self.steps[call]
-        needs = _figures.dependencies_of(bundle)
+        needs = _figures.dependencies_of(self.steps[call])
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
 
     def costs(self, call: int | None = None) -> Costs:
-        """Returns the costs of tasks and transfers, of all calls of the step.
+        """Returns the costs of tasks and transfers, of all calls of the step of a call.
 
         A task's time lasts until its device is free for the next one, where that one's messages are
         there; else a message's time lasts from the end of the task that made it until the task that
         waited for it starts. The time of a task, and of a message of a size, is its mean in a call,
         and the median of the calls.
-
-        Args:
-            call: a call of the step; by default a typical one.
 
         Raises:
             ValueError: as `timeline` does.
@@ -186,7 +180,7 @@ class Trace:
             runs, waited = self._until_the_next(number)
             calls.append(runs)
             alike: dict[tuple[bool, int], list[float]] = defaultdict(list)
-            for sent in self._messages_by_call[number]:
+            for sent in self._by_call[number][1]:
                 tag, nbytes = sent.message.tag, sent.message.nbytes
                 alike[tag in waited, nbytes].append(waited.get(tag, sent.end - sent.start))
                 maker = self._run_at.get(sent.made_by)
@@ -209,11 +203,12 @@ class Trace:
         A run lasts until its device goes on, where the next one waits for no message; a copy, until
         it has ended.
         """
-        last = {m.read_by: m for m in sorted(self._messages_by_call[call], key=lambda m: m.end)}
+        own, messages = self._by_call[call]
+        last = {m.read_by: m for m in sorted(messages, key=lambda m: m.end)}
         clocked: list[_figures.Clocked] = []
         waited: dict[int, float] = {}
         of_device: dict[int, list[TracedRun]] = defaultdict(list)
-        for run in self._by_call[call]:
+        for run in own:
             if run.task and run.task.kind.lane == "copy":
                 clocked.append((run.rank, run.task, run.start, run.end))
             else:
@@ -231,13 +226,12 @@ class Trace:
         return clocked, waited
 
     def _chosen(self, call: int | None) -> int:
+        call = self.typical_call if call is None else call
         if call is None:
-            call = self.typical_call
-            if call is None:
-                raise ValueError(
-                    "The trace has no call of a step with a scheduled loop from its start to its "
-                    "end; call such a step between start_trace and stop_trace."
-                )
+            raise ValueError(
+                "The trace has no call of a step with a scheduled loop from its start to its end; "
+                "call such a step between start_trace and stop_trace."
+            )
         if call not in self.steps:
             raise ValueError(
                 f"Call {call} was not traced; those that were are {self.calls}, in Trace.calls."
@@ -255,21 +249,16 @@ class Trace:
         return {run.where: run for run in self.runs}
 
     @functools.cached_property
-    def _by_call(self) -> dict[int, list[TracedRun]]:
-        runs: dict[int, list[TracedRun]] = {call: [] for call in self.calls}
+    def _by_call(self) -> dict[int, tuple[list[TracedRun], list[TracedMessage]]]:
+        found: dict[int, Any] = {call: ([], []) for call in self.calls}
         for run in self.runs:
-            runs[run.call].append(run)
-        return runs
-
-    @functools.cached_property
-    def _messages_by_call(self) -> dict[int, list[TracedMessage]]:
-        messages: dict[int, list[TracedMessage]] = {call: [] for call in self.calls}
+            found[run.call][0].append(run)
         for sent in self.messages:
-            messages[sent.call].append(sent)
-        return messages
+            found[sent.call][1].append(sent)
+        return found
 
     def _is_whole(self, call: int) -> bool:
         """Tells whether a call has a scheduled loop, and all of its runs are known."""
         bundle = self.steps[call]
         runs = sum(isinstance(i, Run) for p in bundle.programs for i in p.instructions)
-        return bool(_figures.tasks_of(bundle)) and runs == len(self._by_call[call])
+        return bool(_figures.tasks_of(bundle)) and runs == len(self._by_call[call][0])

@@ -32,22 +32,18 @@ def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
 
     `started` is what the driver's clocks said at the trace's time 0.
     """
-    events = make_events(trace)
-    timeline = folder / "timeline.json"
-    write_events(events, timeline, {METADATA: dataclasses.asdict(started)})
-    picture = folder / "timeline.png"
+    timeline, picture = folder / "timeline.json", folder / "timeline.png"
+    write_events(make_events(trace), timeline, {METADATA: dataclasses.asdict(started)})
     picture.unlink(missing_ok=True)
+    trace = dataclasses.replace(trace, timeline_path=timeline)
     if trace.typical_call is None:
-        return dataclasses.replace(trace, timeline_path=timeline)
-    measured, simulated = trace.timeline(), trace.simulated()
-    plot(
-        {
-            f"measured, call {trace.typical_call}": measured,
-            "simulated, with the measured times of tasks": simulated,
-        },
-        picture,
+        return trace
+    measured, simulated = (
+        f"measured, call {trace.typical_call}",
+        "simulated, with the measured times of tasks",
     )
-    return dataclasses.replace(trace, timeline_path=timeline, picture_path=picture)
+    plot({measured: trace.timeline(), simulated: trace.simulated()}, picture)
+    return dataclasses.replace(trace, picture_path=picture)
 
 
 def make_events(trace: Trace) -> list[Event]:
@@ -79,18 +75,16 @@ def _run_slice(run: TracedRun) -> Event:
 
 def _message_slice(sent: TracedMessage, side: str) -> Event:
     message = sent.message
-    if side == "send":
-        rank, other, start, end = message.source, message.target, sent.start, sent.sent
-    else:
-        rank, other, start, end = message.target, message.source, sent.arriving, sent.end
+    rank, start, end, other = {
+        "send": (message.source, sent.start, sent.sent, ("to", message.target)),
+        "receive": (message.target, sent.arriving, sent.end, ("from", message.source)),
+    }[side]
+    described = zip(message.kinds, message.names, message.avals, strict=True)
     args: dict[str, Any] = {
         "call": sent.call,
-        "to" if side == "send" else "from": f"rank {other}",
+        other[0]: f"rank {other[1]}",
         "bytes": message.nbytes,
-        "arrays": [
-            f"{kind} {name} {aval.str_short()}"
-            for kind, name, aval in zip(message.kinds, message.names, message.avals, strict=True)
-        ],
+        "arrays": [f"{kind} {name} {aval.str_short()}" for kind, name, aval in described],
     }
     # A slice needs some length, so that an arrow can be bound to it.
     start, end = 1e6 * start, max(1e6 * end, 1e6 * start + 0.25)
@@ -190,11 +184,12 @@ def _read(file: pathlib.Path) -> tuple[list[Event], Reading]:
     events, metadata = read_events(file)
     if METADATA in metadata:
         return events, Reading(**metadata[METADATA])
-    for event in events:
-        if event.get("name") == CLOCK_EVENT:
-            args, elapsed = event["args"], round(1000 * event["ts"])
-            monotonic, unix = int(args["monotonic_ns"]), int(args["unix_ns"])
-            return events, Reading(args["host"], monotonic - elapsed, unix - elapsed)
+    clocks = [event for event in events if event.get("name") == CLOCK_EVENT]
+    if clocks:
+        last = max(clocks, key=lambda event: event["ts"])
+        args, elapsed = last["args"], round(1000 * last["ts"])
+        monotonic, unix = int(args["monotonic_ns"]), int(args["unix_ns"])
+        return events, Reading(args["host"], monotonic - elapsed, unix - elapsed)
     raise ValueError(
         f"merge_traces: {file} does not say when it was made, as traces by a mesh's start_trace "
         f"do; trace again with mesh.start_trace(directory)."

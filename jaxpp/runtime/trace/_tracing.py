@@ -12,9 +12,8 @@ import jax
 from jaxpp._program import Bundle
 from jaxpp.runtime.trace import _clock, _timeline
 from jaxpp.runtime.trace._assemble import assemble
-from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading
-from jaxpp.runtime.trace._recorder import Recorder, wait_for_runs
-from jaxpp.runtime.trace._records import Records
+from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading, clock
+from jaxpp.runtime.trace._recorder import Recorder, Records, wait_for_runs
 from jaxpp.runtime.trace._result import Trace
 
 #: Where the times of runs come from: JAX's profile, or threads that wait for results.
@@ -35,15 +34,12 @@ class Tracing:
 
     directory: pathlib.Path
     started: Reading
-    clocks: dict[int, tuple[int, int]]
+    clocks: dict[int, Offset]
     steps: dict[int, Bundle] = dataclasses.field(default_factory=dict)
 
 
 def start_trace(
-    mesh: Any,
-    directory: str | os.PathLike[str],
-    times: Times,
-    running: Tracing | None,
+    mesh: Any, directory: str | os.PathLike[str], times: Times, running: Tracing | None
 ) -> Tracing:
     """Starts to trace the processes of a mesh: all of them, or none where anything is wrong.
 
@@ -77,7 +73,7 @@ def start_trace(
         mesh.apply(_start, args)
     except Exception:
         # Some may have started, and one not, for instance because a profile runs there already.
-        mesh.apply(_cancel, {n: () for n in profiles})
+        mesh.apply(stop_recording, {n: () for n in profiles})
         raise
     return Tracing(folder, started, clocks)
 
@@ -100,8 +96,8 @@ def stop_trace(mesh: Any, tracing: Tracing | None, device_of: Sequence[int]) -> 
     profiles = {n: tracing.directory / f"profile-{n}" for n in tracing.clocks}
     # Once the work of all has ended, no message is under way.
     mesh.apply(_settle, {n: () for n in profiles})
-    records = mesh.apply(_stop, {n: (path,) for n, path in profiles.items()})
-    offsets = {n: Offset((tracing.clocks[n], _clock.measure_offset(mesh, n))) for n in profiles}
+    records = mesh.apply(stop_recording, {n: (path,) for n, path in profiles.items()})
+    offsets = {n: (tracing.clocks[n], _clock.measure_offset(mesh, n)) for n in profiles}
     trace = assemble(records, offsets, tracing.started.monotonic_ns, tracing.steps, device_of)
     trace = dataclasses.replace(trace, profile_paths=tuple(profiles.values()))
     return _timeline.write_trace(trace, tracing.directory, tracing.started)
@@ -112,11 +108,8 @@ def stop_trace(mesh: Any, tracing: Tracing | None, device_of: Sequence[int]) -> 
 
 def _check(process: Any, profile: pathlib.Path) -> str:
     """Returns the reason why a process cannot be traced; empty where it can."""
-    return (
-        "a rank is traced already"
-        if process.transport.recorder is not None
-        else _unwritable(profile)
-    )
+    traced = process.transport.recorder is not None
+    return "a rank is traced already" if traced else _unwritable(profile)
 
 
 def _start(process: Any, profile: pathlib.Path, times: Times, offset_ns: int, host: str) -> None:
@@ -128,41 +121,33 @@ def _start(process: Any, profile: pathlib.Path, times: Times, offset_ns: int, ho
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # each call of a Python function would be an event
     jax.profiler.start_trace(profile, profiler_options=options)
-    with jax.profiler.TraceAnnotation("jaxpp"):  # the first one takes longer
-        recorder = Recorder(waits=times == "waits")
-    # The profile's own times count from its start, which it does not record otherwise.
-    with jax.profiler.TraceAnnotation(
-        CLOCK_EVENT,
-        host=host,
-        monotonic_ns=str(recorder.zero + offset_ns),
-        unix_ns=str(time.time_ns()),
-    ):
-        process.transport.recorder = recorder
+    recorder = Recorder(waits=times == "waits")
+    # The profile's own times count from its start, which it does not record otherwise. The first
+    # event takes longer, so that its time is not exact.
+    for _ in range(3):
+        recorder.zero, unix_ns = clock(), time.time_ns()
+        known = {"monotonic_ns": str(recorder.zero + offset_ns), "unix_ns": str(unix_ns)}
+        with jax.profiler.TraceAnnotation(CLOCK_EVENT, host=host, **known):
+            pass
+    process.transport.recorder = recorder
 
 
 def _settle(process: Any) -> None:
     """Waits until all calls have been computed in this process."""
-    if process.transport.recorder is not None:
-        process.transport.recorder.settle()
+    process.transport.recorder.settle()
 
 
-def _cancel(process: Any) -> None:
-    """Ends the recording where it has started."""
-    if process.transport.recorder is not None:
-        _stop(process, None)
+def stop_recording(process: Any, profile: pathlib.Path | None = None) -> Records:
+    """Ends the recording in a process, where one goes on; JAX's profiler writes its files.
 
-
-def _stop(process: Any, profile: pathlib.Path | None) -> Records:
-    """Ends the recording, and returns the records; JAX's profiler writes its files."""
-    recorder = process.transport.recorder
-    process.transport.recorder = None
-    try:
-        jax.profiler.stop_trace()
-    except RuntimeError:
-        if recorder is not None:
-            raise
-        # This process is a new one, in place of one that was lost.
-    return Records() if recorder is None else recorder.stop(profile)
+    Returns:
+        What was recorded; the times of runs are in the profile's folder.
+    """
+    recorder, process.transport.recorder = process.transport.recorder, None
+    if recorder is None:
+        return Records()
+    jax.profiler.stop_trace()
+    return recorder.stop(profile)
 
 
 def _unwritable(folder: str | os.PathLike[str]) -> str:

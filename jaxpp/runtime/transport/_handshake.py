@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpp.runtime.transport._errors import PeerLost, TransportError
 
@@ -36,6 +36,8 @@ _HELLO = struct.Struct("<qq")
 _WELCOME, _STALE = b"+", b"-"
 _LOOPBACK = ("127.0.0.1", "::1")
 _LINUX = sys.platform == "linux"
+#: Options of TCP by which a lost host shows within 5 s.
+_ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4000}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,15 +80,9 @@ def host_identity() -> str:
 def connect(
     epoch: int, source: int, target: int, peer: Addresses, secret: bytes, kind: Kind = "auto"
 ) -> socket.socket:
-    """Opens a connection to a process, which is known to be of the mesh when this returns.
+    """Opens a connection of a rank to another, which is known to be of the mesh when this returns.
 
-    Args:
-        epoch: that of the rank that connects.
-        source: the rank that connects.
-        target: the rank that it connects to.
-        peer: the addresses of that rank.
-        secret: some bytes that all ranks know.
-        kind: the sort of connection; by default a Unix socket on one host, else TCP.
+    By default it is a Unix socket on one host, else TCP.
 
     Raises:
         PeerLost: nobody is there.
@@ -101,15 +97,12 @@ def connect(
         )
     unix = kind == "unix" or (kind == "auto" and local and peer.unix is not None)
     where = "its Unix socket" if unix else f"{peer.tcp[0]} port {peer.tcp[1]}"
+    family = socket.AF_UNIX if unix else _family(peer.tcp[0])
     with contextlib.ExitStack() as failed:
+        connection = failed.enter_context(socket.socket(family))
+        connection.settimeout(HANDSHAKE_TIMEOUT)
         try:
-            if unix:
-                connection = failed.enter_context(socket.socket(socket.AF_UNIX))
-                connection.settimeout(HANDSHAKE_TIMEOUT)
-                connection.connect(peer.unix or b"")
-            else:
-                opened = socket.create_connection(peer.tcp, HANDSHAKE_TIMEOUT)
-                connection = failed.enter_context(opened)
+            connection.connect((peer.unix or b"") if unix else peer.tcp)
         except OSError as error:
             raise PeerLost(target, f"{where} does not answer ({error})") from error
         try:
@@ -135,6 +128,17 @@ def connect(
         return connection
 
 
+def start(name: str, run: Callable[..., None], *args: Any) -> threading.Thread:
+    """Starts a thread, for which the end of the process does not wait."""
+    thread = threading.Thread(target=run, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _family(host: str) -> int:
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+
+
 def _words(connection: socket.socket) -> Connection:
     """Returns the messages of a handshake on a connection, each with a limit of time."""
     connection.settimeout(None)
@@ -156,11 +160,8 @@ def _prepare(connection: socket.socket) -> None:
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if _LINUX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
+        for name, number in _ALIVE.items() if _LINUX else ():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
 
 
 class Door:
@@ -187,8 +188,7 @@ class Door:
     ):
         self._name, self._secret, self._enter, self._open = name, secret, enter, True
         host, unix = address or "127.0.0.1", None
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        tcp = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        tcp = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
         self._listening = [tcp]
         if _LINUX:
             unix = b"\0jaxpp-" + secrets.token_hex(16).encode()
@@ -198,10 +198,7 @@ class Door:
         self.addresses = Addresses(host_identity(), unix, (host, tcp.getsockname()[1]))
         for each in self._listening:
             each.settimeout(1)  # not all systems wake who waits where it is shut down
-            self._start(self._accept, each)
-
-    def _start(self, run: Callable[[socket.socket], None], what: socket.socket) -> None:
-        threading.Thread(target=run, args=(what,), name=self._name, daemon=True).start()
+            start(name, self._accept, each)
 
     def close(self) -> None:
         """Listens no more, and lets nobody in; may be repeated."""
@@ -214,7 +211,7 @@ class Door:
         with listening:
             while self._open:
                 try:
-                    self._start(self._let_in, listening.accept()[0])
+                    start(self._name, self._let_in, listening.accept()[0])
                 except (OSError, RuntimeError):  # no descriptor or no thread is left now
                     time.sleep(0.01)
 

@@ -41,16 +41,6 @@ class Pulls:
     Args:
         home: of the rank.
         address: the address of this host at which other hosts reach it; None for this host alone.
-
-    References:
-        `jax.experimental.transfer`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> one, other = [Pulls(jax.local_devices()[0]) for _ in range(2)]
-        >>> x = jnp.arange(3)
-        >>> other.pull(one.offer([x]), [jax.ShapeDtypeStruct((3,), x.dtype, sharding=x.sharding)])
-        [Array([0, 1, 2], dtype=int32)]
     """
 
     def __init__(self, home: Home, address: str | None = None):

@@ -1,7 +1,6 @@
 """Clocks of several hosts become one."""
 
 import collections
-import dataclasses
 import types
 from typing import Any
 
@@ -9,9 +8,11 @@ import jax
 import pytest
 
 from jaxpp._program import Receive, Run, Send
-from jaxpp.runtime.trace import _clock, _tracing
-from jaxpp.runtime.trace._clock import Offset, Reading
-from jaxpp.runtime.trace._records import Records, clock
+from jaxpp.runtime.remote._process import Process
+from jaxpp.runtime.trace import _clock, _tracing, clock
+from jaxpp.runtime.trace._clock import Reading, to_driver
+from jaxpp.runtime.trace._recorder import Records
+from jaxpp.runtime.transport import SocketTransport
 from tests.helpers import mesh_of
 from tests.runtime.trace import steps
 
@@ -52,11 +53,11 @@ def test_processes_of_a_host_have_one_clock():
 
 
 def test_a_clock_that_runs_faster_is_followed():
-    offset = Offset(((0, 100), (10**9, 100 - 50_000)))  # 50 us in a second
-    assert offset.to_driver(0) == 100
-    assert offset.to_driver(10**9) == 10**9 - 49_900
-    assert offset.to_driver(5 * 10**8) == 5 * 10**8 + 100 - 25_000
-    assert Offset(((5, 7), (5, 7))).to_driver(8) == 15
+    offsets = (0, 100), (10**9, 100 - 50_000)  # 50 us in a second
+    assert to_driver(0, offsets) == 100
+    assert to_driver(10**9, offsets) == 10**9 - 49_900
+    assert to_driver(5 * 10**8, offsets) == 5 * 10**8 + 100 - 25_000
+    assert to_driver(8, [(5, 7), (5, 7)]) == 15
 
 
 @pytest.fixture
@@ -95,11 +96,11 @@ class FakeMesh:
             monotonic = result.monotonic_ns + process.ahead
             return Reading(f"host {process.rank}", monotonic, result.unix_ns)
         if isinstance(result, Records):
-            runs, sent, received = (
-                tuple(_ahead(record, process.ahead) for record in part)
+            moved = [
+                {key: tuple(t and t + process.ahead for t in times) for key, times in part.items()}
                 for part in (result.runs, result.sent, result.received)
-            )
-            return Records(runs, sent, received)
+            ]
+            return Records(*moved, result.calls)
         return result
 
     def run(self, local, call, step):
@@ -121,15 +122,6 @@ class FakeMesh:
                         process.transport.recorder.received(call, message, start, clock())
 
         return dispatch
-
-
-def _ahead(record, ahead) -> Any:
-    times = {
-        name: getattr(record, name) + ahead
-        for name in ("dispatched", "start", "end")
-        if getattr(record, name, None) is not None
-    }
-    return dataclasses.replace(record, **times)
 
 
 def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile):
@@ -157,7 +149,7 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile
     runs = sum(isinstance(i, Run) for p in compiled.bundle.programs for i in p.instructions)
     assert len(trace.runs) == 2 * runs
     assert trace.picture_path is not None
-    assert mesh.calls["_start", True] == mesh.calls["_stop", True] == 1
+    assert mesh.calls["_start", True] == mesh.calls["stop_recording", True] == 1
     assert mesh.calls["read_clock", False] == 2 * 2 * _clock.ROUND_TRIPS
 
 
@@ -174,3 +166,14 @@ def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch, one_pro
     with pytest.raises(RuntimeError, match="no profiler here"):
         _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
     assert all(p.transport.recorder is None for p in mesh.processes)
+
+
+def test_a_process_that_is_reset_within_a_trace_can_be_traced_again(tmp_path):
+    """JAX's profiler does not run on there, when the trace is lost with a rank."""
+    process = Process((0,))
+    process.have(SocketTransport({0: jax.devices()[0]}, b"secret"), 0, lambda reference: None)
+    for epoch in (1, 2):
+        _tracing._start(process, tmp_path / str(epoch), "profile", 0, "here")
+        process.reset(0, epoch)
+        assert process.transport.recorder is None
+    process.transport.close()

@@ -1,29 +1,33 @@
 """The runs in a profile are those of the dispatches, in the order of their launch."""
 
-import dataclasses
-
 import pytest
 
-from jaxpp.runtime.trace._profile import Module, ProfiledRun, match
-from jaxpp.runtime.trace._records import RunRecord
+from jaxpp.runtime.trace._profile import Module, match
 
 MS = 1_000_000
 F = Module("jit_F0", (0,))
 
 
-def dispatched(count, module=F):
-    """Dispatches, one a millisecond."""
-    return [(module, RunRecord(0, 0, 0, n, n * MS)) for n in range(count)]
+def dispatched(count, first=0):
+    """Dispatches, one a millisecond; their positions are numbers from `first` on."""
+    return {F: {(0, 0, n): n * MS for n in range(first, count)}}
 
 
 def run(number, start, module="jit_F0", device=0, length=5 * MS):
-    return ProfiledRun(module, device, number, start * MS, start * MS + length)
+    return (module, device), number, (start * MS, start * MS + length)
 
 
-def found(dispatches, profiled):
+def profile(runs):
+    found = {}
+    for key, number, span in runs:
+        found.setdefault(key, {})[number] = span
+    return found
+
+
+def found(dispatches, runs):
     """The start of each dispatch that is known, in milliseconds; and the errors."""
-    records, errors = match(dispatches, profiled, zero=0)
-    return {r.position: r.start and r.start // MS for r in records}, errors
+    seen, errors = match(dispatches, profile(runs), zero=0)
+    return {n: start and start // MS for (_, _, n), (_, start, _) in seen.items()}, errors
 
 
 def test_the_order_is_that_of_launches():
@@ -44,11 +48,10 @@ def test_a_run_that_did_not_start_is_the_one_without_its_number(missing):
 
 
 def test_no_run_starts_before_its_dispatch():
-    late = [(F, dataclasses.replace(r, dispatched=r.dispatched + 100 * MS * (r.position > 0)))
-            for _, r in dispatched(3)]  # fmt: skip
+    late = {F: {w: t + 100 * MS * (w[2] > 0) for w, t in dispatched(3)[F].items()}}
     starts, (_,) = found(late, [run(7, 90), run(8, 110)])
     assert starts == {0: 90, 1: 110}
-    starts, (_,) = found(dispatched(3)[1:], [run(7, 0)])
+    starts, (_,) = found(dispatched(3, 1), [run(7, 0)])
     assert starts == {}
 
 
@@ -66,8 +69,8 @@ def test_what_others_ran_is_not_taken_for_a_task():
 def test_a_run_on_several_devices_lasts_until_all_have_ended():
     module = Module("jit_F0", (0, 1))
     profiled = [run(7, 10), run(7, 12, device=1), run(7, 50, device=2)]
-    (record,), errors = match(dispatched(1, module), profiled, zero=3)
-    assert (record.start, record.end) == (10 * MS + 3, 17 * MS + 3) and not errors
+    seen, errors = match({module: {(0, 0, 0): 0}}, profile(profiled), zero=3)
+    assert seen == {(0, 0, 0): (0, 10 * MS + 3, 17 * MS + 3)} and not errors
 
 
 def test_what_gives_its_arguments_back_is_there_without_times():

@@ -6,9 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from jaxpp.runtime.transport._frames import SMALL, Header, to_send
+from jaxpp.runtime.transport._frames import SMALL, Header, Link, to_send
 from jaxpp.runtime.transport._handshake import _set_timeout
-from jaxpp.runtime.transport._link import Link
 
 SIZES = [64, 0, SMALL, 64, SMALL + 64, 2 * SMALL, 128, 5 * SMALL, 64]
 

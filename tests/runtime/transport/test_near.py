@@ -143,7 +143,7 @@ def test_two_processes_have_one_connection():
             (found,) = sites[1].receive(what)
             assert_same([found], [x + n])
             assert found.devices() == {jax.devices()[target]}
-        assert [len(each._peers) for each in sites] == [1, 1]
+        assert [len(each.connections.peers) for each in sites] == [1, 1]
     finally:
         for each in sites:
             each.close()

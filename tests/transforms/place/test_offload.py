@@ -15,8 +15,7 @@ import jaxpp
 from jaxpp._program import Run, Wait
 from jaxpp.runtime.executor import interleave
 from jaxpp.runtime.trace._assemble import assemble
-from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._records import Records, RunRecord
+from jaxpp.runtime.trace._recorder import Records
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
 from tests.helpers import assert_close, assert_same, mesh_of
 from tests.scripts import load_script
@@ -105,13 +104,13 @@ def test_a_trace_has_copies_beside_what_the_device_computes(optimized, tmp_path)
     # A copy that takes as long as twenty tasks delays none that is dispatched meanwhile.
     bundle, records = trace.steps[trace.calls[0]], {}
     for rank, program in enumerate(bundle.programs):
-        runs = [
-            RunRecord(0, 0, rank, n, start, end=start + 10**5 * (200 if i.lane == "copy" else 1))
+        runs = {
+            (0, rank, n): (10**6 * n, None, 10**6 * n + 10**5 * (200 if i.lane == "copy" else 1))
             for n, i in enumerate(program.instructions)
-            if isinstance(i, Run) and (start := 10**6 * n) >= 0
-        ]
-        records[rank] = Records(tuple(runs), (), ())
-    offsets = dict.fromkeys(range(4), Offset(((0, 0), (1, 0))))
+            if isinstance(i, Run)
+        }
+        records[rank] = Records(runs, calls={0: 0})
+    offsets = dict.fromkeys(range(4), ((0, 0), (1, 0)))
     for run in assemble(records, offsets, 0, {0: bundle}, range(4)).runs:
         if not run.task or run.task.kind.lane == "compute":
             assert run.start == run.dispatched
