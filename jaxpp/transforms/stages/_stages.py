@@ -131,8 +131,8 @@ def order_of_transforms(eqn: Eqn) -> str:
     if not jaxprs.contains(eqn, lambda e: e.primitive.name == "scan"):
         return ""
     return (
-        "; if it is the loop of microbatch, cut the function that microbatch runs, not the one that "
-        "it makes: microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M)"
+        "; if it is the loop of microbatch, cut the function that microbatch runs, not the one "
+        "that it makes: microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M)"
     )
 
 
