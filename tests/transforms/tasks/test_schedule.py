@@ -663,7 +663,9 @@ def test_a_value_carried_between_different_tasks_is_rejected():
 
         return jax.lax.scan(step, 0.0, x.reshape(M, -1, 4))[1]
 
-    message = r"read by F of stage 0 at .*test_schedule.py:\d+, but made by F of stage 2 at .*test_sched"
+    message = (
+        r"read by F of stage 0 at .*test_schedule.py:\d+, but made by F of stage 2 at .*test_sched"
+    )
     with pytest.raises(ValueError, match=message):
         jaxpp.schedule(scan, ForwardOnly())(WS, X)
 
