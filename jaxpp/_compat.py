@@ -97,11 +97,6 @@ def params_of_hi_primitive(value: Any) -> dict[str, Any] | None:
     return value.params if is_one else None
 
 
-def traced_function(jaxpr) -> str:
-    """Returns the name, the file and the line of the function that a jaxpr was traced from."""
-    return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_src_info
-
-
 def typed(array: Any, aval: Any) -> Any:
     """Gives an array of NumPy a type that it keeps in a jaxpr, under any settings."""
     return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array

@@ -106,7 +106,7 @@ MUTATIONS = (
     Mutation(
         "an array that one entry covers with the batch is sliced",
         "jaxpp/transforms/microbatch/_arguments.py",
-        "entry.number is None or entry.number in examples",
+        "a.entry.number is None or a.entry.number in examples",
         "False",
         tests=("microbatch::an_array_as_long_as_there_are_microbatches_is_no_entry_of_the_batch",),
         kept="what should be an error is computed as `in_axes` says",

@@ -61,7 +61,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stacked results are in the first row",
-        "jaxpp/transforms/place/_loop_bodies.py",
+        "jaxpp/transforms/place/_build_loop.py",
         "jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0)",
         "jax.lax.dynamic_update_index_in_dim(buffer, y, 0 * index, 0)",
         tests=(
@@ -72,7 +72,7 @@ MUTATIONS = (
     ),
     Mutation(
         "accumulators are copied, not updated in place",
-        "jaxpp/transforms/place/_loop_bodies.py",
+        "jaxpp/transforms/place/_build_loop.py",
         "donated = (*arrays.carries, *range(first, first + len(buffers)))",
         "donated = ()",
         tests=("place::accumulators_are_updated_in_place", "LAWS"),
@@ -187,7 +187,7 @@ MUTATIONS = (
     Mutation(
         "a backward reads what the forward has kept though it is computed again",
         "jaxpp/transforms/place/_build_loop.py",
-        "self.own.get((mb, stage), {}).get(v) or self.sent.get((mb, v))",
+        "own.get(v) or self.sent.get((mb, v))",
         "self.sent.get((mb, v))",
         tests=("recompute::what_is_computed_again_is_dropped",),
         kept="the same values in more memory",
@@ -195,7 +195,7 @@ MUTATIONS = (
     Mutation(
         "other stages read what a stage computes again",
         "jaxpp/transforms/place/_build_loop.py",
-        "self.own.get((mb, stage), {}).get(v) or self.sent.get((mb, v))",
+        "own.get(v) or self.sent.get((mb, v))",
         (
             "next((x[v] for (m, _), x in self.own.items() if m == mb and v in x), None) or "
             "self.sent.get((mb, v))"
@@ -341,14 +341,14 @@ MUTATIONS = (
     Mutation(
         "a task reads what the microbatch before has made",
         "jaxpp/transforms/place/_build_loop.py",
-        "self.own.get((mb, stage), {}).get(v) or self.sent.get((mb, v))",
-        "self.own.get((mb, stage), {}).get(v) or self.sent.get((max(mb - 1, 0), v))",
+        "own.get(v) or self.sent.get((mb, v))",
+        "own.get(v) or self.sent.get((max(mb - 1, 0), v))",
         refuted_on="layers, ZB-H1",
         like="an activation of another microbatch",
     ),
     Mutation(
         "a task takes the slice of the next microbatch",
-        "jaxpp/transforms/place/_loop_bodies.py",
+        "jaxpp/transforms/place/_build_loop.py",
         "return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)",
         "return jax.lax.dynamic_index_in_dim(x, index + 1, 0, keepdims=False)",
         refuted_on="layers, ZB-H1",

@@ -6,8 +6,8 @@ MUTATIONS = (
     Mutation(
         "a policy is ignored",
         "jaxpp/transforms/stages/_wrap_forward.py",
-        "if own is None:",
-        "if True:",
+        "if own is not None:",
+        "if False:",
         tests=("wrap_forward::a_policy_keeps_less_and_computes_again",),
         kept="the same values in more memory",
     ),
@@ -57,7 +57,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the layers of a later stage begin with what the first got",
-        "jaxpp/transforms/stacked/_cut_scan.py",
+        "jaxpp/transforms/stacked/_rows.py",
         "changes = [_handed_on(body, out) is not own for own, out in ends]",
         "changes = [False for own, out in ends]",
         refuted_on="stacked, ZB-H1",
@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "results of layers that run backwards are in the order in which they ran",
-        "jaxpp/transforms/stacked/_cut_scan.py",
+        "jaxpp/transforms/stacked/_rows.py",
         "stacks = zip(*(part.outvars[num_carry:] for part in scans[::order]), strict=True)",
         "stacks = zip(*(part.outvars[num_carry:] for part in scans), strict=True)",
         refuted_on="turned",

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _specs
-from jaxpp.transforms._signature import with_keywords, without_keywords
+from jaxpp import _specs, jaxprs
+from jaxpp.transforms._signature import with_arrays, with_keywords, without_keywords
 from jaxpp.transforms.microbatch._reductions import CARRY
 
 
@@ -24,7 +24,59 @@ class Entry:
     number: int | None = None
 
 
-WHOLE = Entry(None)
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A leaf of the arguments, its path, and what `in_axes` says of it.
+
+    Args:
+        value: the leaf.
+        path: such as `[0].weight`.
+        entry: its entry of `in_axes`.
+    """
+
+    value: Any
+    path: str
+    entry: Entry
+
+    @property
+    def axis(self) -> int | str | None:
+        """The axis to slice; None to pass the whole, or `"carry"`."""
+        return self.entry.axis
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether each slice gets a part of it."""
+        return isinstance(self.axis, int)
+
+    def whole_unless_array(self) -> "Argument":
+        """Returns the leaf itself if it is an array; another one is passed whole."""
+        is_array = jaxprs.is_array(self.value)
+        return self if is_array else dataclasses.replace(self, entry=Entry(None))
+
+    def of_slice(self, count: int) -> Any:
+        """Returns what a slice gets: the type of a part, or the whole."""
+        if self.axis is None:
+            return self.value
+
+        def first(x):
+            return stack_slices(x, self.axis, count)[0] if isinstance(self.axis, int) else x
+
+        return _specs.types_of(first, self.value)  # NumPy's int64 is an int32 to JAX
+
+
+def with_axes(in_axes: Any, args: tuple) -> list[Argument]:
+    """Returns the leaves of the arguments, with their entries of `in_axes`.
+
+    A number of Python that is carried is an array.
+    """
+    entries, leaves = broadcast_axes(in_axes, args), jtu.tree_flatten_with_path(args)[0]
+    numbers: Any = [x for _, x in leaves]
+    if any(e.axis == CARRY for e in entries):
+        numbers = jtu.tree_leaves(with_arrays(args, ()))
+    return [
+        Argument(number if e.axis == CARRY else x, jtu.keystr(path), e)
+        for e, (path, x), number in zip(entries, leaves, numbers, strict=True)
+    ]
 
 
 def broadcast_axes(in_axes: Any, args: tuple) -> list[Entry]:
@@ -71,33 +123,33 @@ def broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool])
     return result
 
 
-def check_sizes(args: tuple, leaves, entries: Sequence[Entry], paths, count: int, replicas: int):
+def check_sizes(args: tuple, arguments: Sequence[Argument], count: int, replicas: int) -> None:
     """Checks the arrays to slice.
 
     Args:
         args: the arguments.
-        leaves: the leaves of the arguments, with their `entries` and `paths`.
-        entries: the entries of `in_axes`.
-        paths: the paths.
+        arguments: their leaves.
         count: the number of slices, of all replicas.
         replicas: the number of replicas.
     """
+    sliced = [a for a in arguments if a.is_sliced]
     try:
-        _check_sizes(leaves, entries, paths, count, replicas)
+        _check_sizes(sliced, count, replicas)
     except ValueError as error:
-        if why := _sliced_model(args, leaves, entries, paths):
+        if why := _sliced_model(args, sliced):
             raise ValueError(f"{why} ({str(error).removeprefix('microbatch: ')})") from None
         raise
 
 
-def _sliced_model(args: tuple, leaves, entries: Sequence[Entry], paths) -> str:
+def _sliced_model(args: tuple, sliced: Sequence[Argument]) -> str:
     """Explains an error by a model that `in_axes` slices; empty where it slices none."""
     own = without_keywords(args)
-    positions = [int(path[1 : path.index("]")]) if path.startswith("[") else -1 for path in paths]
     sizes: dict[int, set[Any]] = {n: set() for n in range(len(own))}
-    for leaf, entry, n in zip(leaves, entries, positions, strict=True):
-        if n in sizes and isinstance(entry.axis, int):
-            sizes[n].add(leaf.shape[entry.axis] if -leaf.ndim <= entry.axis < leaf.ndim else None)
+    for a in sliced:
+        n = int(a.path[1 : a.path.index("]")]) if a.path.startswith("[") else -1
+        if n in sizes:
+            x, axis = a.value, a.axis
+            sizes[n].add(x.shape[axis] if -x.ndim <= axis < x.ndim else None)
     models = [n for n in sizes if sizes[n] and _holds_parameters(own[n], sizes[n])]
     if not models or len(models) == len([n for n in sizes if sizes[n]]) == len(own):
         return ""
@@ -123,27 +175,26 @@ def _has_arrays(arg: Any) -> bool:
     return any(hasattr(leaf, "ndim") and leaf.ndim for leaf in jtu.tree_leaves(arg))
 
 
-def _check_sizes(leaves, entries: Sequence[Entry], paths, count: int, replicas: int) -> None:
+def _check_sizes(sliced: Sequence[Argument], count: int, replicas: int) -> None:
     """Checks the sizes of the arrays to slice."""
     sizes = {}
     slices = f"{count} microbatches"
     if replicas > 1:
         slices = f"{count} slices ({count // replicas} microbatches on each of {replicas} replicas)"
-    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
-        axis = entry.axis
-        if not isinstance(axis, int):
-            continue
+    for a in sliced:
+        leaf, axis = a.value, a.axis
         if not -leaf.ndim <= axis < leaf.ndim:
-            own = ""
+            of_keys = ""
             if _is_key(leaf):
-                own = (
+                of_keys = (
                     f" It is one random key: give it None in in_axes, or one for each microbatch, "
                     f"jax.random.split(key, {count}), of which a slice is keys[0]."
                 )
             raise ValueError(
-                f"microbatch: args{path} has shape {leaf.shape} and no axis {axis} to slice.{own}"
+                f"microbatch: args{a.path} has shape {leaf.shape} and no axis {axis} to slice."
+                f"{of_keys}"
             )
-        sizes[path] = leaf.shape[axis]
+        sizes[a.path] = leaf.shape[axis]
     if not sizes:
         raise ValueError(
             "microbatch: in_axes names no array to slice; give an axis for one argument."
@@ -165,23 +216,20 @@ def _check_sizes(leaves, entries: Sequence[Entry], paths, count: int, replicas: 
             f"entry for each of the {slices}."
         )
     if count > 1:  # one microbatch takes either whole
-        _check_entries(leaves, entries, paths, sizes, count, slices)
+        _check_entries(sliced, sizes, count, slices)
 
 
-def _check_entries(
-    leaves, entries: Sequence[Entry], paths, sizes: dict, count: int, slices: str
-) -> None:
+def _check_entries(sliced: Sequence[Argument], sizes: dict, count: int, slices: str) -> None:
     """Checks that no entry of `in_axes` covers examples and an array of as many as microbatches."""
-    sliced = [(x, e, p) for x, e, p in zip(leaves, entries, paths, strict=True) if p in sizes]
-    examples = {e.number for _, e, p in sliced if sizes[p] != count}
-    for leaf, entry, path in sliced:
-        shared = entry.number is None or entry.number in examples
-        if examples and shared and sizes[path] == count and not _is_key(leaf):
+    examples = {a.entry.number for a in sliced if sizes[a.path] != count}
+    for a in sliced:
+        shared = a.entry.number is None or a.entry.number in examples
+        if examples and shared and sizes[a.path] == count and not _is_key(a.value):
             raise ValueError(
-                f"microbatch: args{path} has {count} entries where others have "
+                f"microbatch: args{a.path} has {count} entries where others have "
                 f"{max(sizes.values())} examples, and no axis of its own in in_axes: it may have "
                 f"an entry for each of the {slices}, or be meant for all as it is. "
-                f"Give it an entry of its own in in_axes: {entry.axis} for the first, None for "
+                f"Give it an entry of its own in in_axes: {a.axis} for the first, None for "
                 f"the second."
             )
 
@@ -192,41 +240,33 @@ def _is_key(x: Any) -> bool:
     return raw or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def note_on_keys(error: Exception, leaves, entries: Sequence[Entry], paths) -> bool:
+def note_on_keys(error: Exception, arguments: Sequence[Argument]) -> bool:
     """Explains an error of a function whose slice of random keys is an array of one key.
 
     Returns:
         Whether it was such an error.
     """
-    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
-        if isinstance(entry.axis, int) and _is_key(leaf) and "key" in str(error):
+    for a in arguments:
+        if a.is_sliced and _is_key(a.value) and "key" in str(error):
             error.add_note(
-                f"microbatch: args{path} holds random keys, and in_axes slices them: a microbatch "
-                f"gets an array of its keys, also where that is one. Take it in the function: "
-                f"key = keys[0]."
+                f"microbatch: args{a.path} holds random keys, and in_axes slices them: a "
+                f"microbatch gets an array of its keys, also where that is one. Take it in the "
+                f"function: key = keys[0]."
             )
             return True
     return False
 
 
-def note_on_slices(error: Exception, leaves, entries: Sequence[Entry], paths, count: int) -> None:
+def note_on_slices(error: Exception, arguments: Sequence[Argument], count: int) -> None:
     """Says what was sliced, where the function fails on a slice: it may be a parameter."""
-    pairs = zip(leaves, entries, paths, strict=True)
-    sliced = [(f"args{p}", x, e.axis) for x, e, p in pairs if isinstance(e.axis, int)]
-    shown = [f"{p} {x.shape} by axis {axis}" for p, x, axis in sliced[:4]]
+    sliced = [a for a in arguments if a.is_sliced]
+    shown = [f"args{a.path} {a.value.shape} by axis {a.axis}" for a in sliced[:4]]
     more = f" and {len(sliced) - 4} more" if len(sliced) > 4 else ""
     error.add_note(
         f"microbatch: the function was traced on one of {count} slices. in_axes slices "
         f"{', '.join(shown)}{more}. An argument that each microbatch reads whole, as parameters "
         f"are, has None in in_axes."
     )
-
-
-def slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:
-    def first(x):
-        return stack_slices(x, axis, count)[0] if isinstance(axis, int) else x
-
-    return _specs.types_of(first, x)  # NumPy's int64 is an int32 to JAX
 
 
 def stack_slices(x, axis: int, count: int):

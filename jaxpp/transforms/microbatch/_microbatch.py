@@ -163,48 +163,37 @@ def microbatch_by(
         given = _signature.as_positional(fun, args, kwargs, most)
         jaxprs.refuse_array_likes(given)
         jaxprs.warn_of_shared("microbatch", given)
-        leaves, tree = jtu.tree_flatten(given)
-        entries = _arguments.broadcast_axes(in_axes, given)
-        if any(e.axis == CARRY for e in entries):
-            numbers = jtu.tree_leaves(_signature.with_arrays(given, ()))
-            pairs = zip(entries, leaves, numbers, strict=True)
-            leaves = [number if e.axis == CARRY else x for e, x, number in pairs]
-        pairs = list(zip(entries, leaves, strict=True))
-        handed_on = [x for e, x in pairs if e.axis == CARRY and not jaxprs.is_array(x)]
-        entries = [e if jaxprs.is_array(x) else _arguments.WHOLE for e, x in pairs]
-        axes = [e.axis for e in entries]
-        paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(given)[0]]
-        _arguments.check_sizes(given, leaves, entries, paths, count, replicas)
-        small = [
-            leaf if axis is None else _arguments.slice_type(leaf, axis, count)
-            for leaf, axis in zip(leaves, axes, strict=True)
-        ]
+        arguments = _arguments.with_axes(in_axes, given)
+        handed_on = [a.value for a in arguments if a.axis == CARRY and not jaxprs.is_array(a.value)]
+        arguments = [a.whole_unless_array() for a in arguments]
+        _arguments.check_sizes(given, arguments, count, replicas)
+        small = [a.of_slice(count) for a in arguments]
         try:
-            traced = jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
+            slices = jtu.tree_unflatten(jtu.tree_structure(given), small)
+            traced = jaxprs.trace(_with_arrays(fun), slices)
         except (TypeError, ValueError) as error:
-            if not _arguments.note_on_keys(error, leaves, entries, paths):
-                _arguments.note_on_slices(error, leaves, entries, paths, count)
+            if not _arguments.note_on_keys(error, arguments):
+                _arguments.note_on_slices(error, arguments, count)
             raise
         chosen = reduce(lambda: traced)
         if isinstance(chosen, _Default):
-            _outputs.warn_of_averages(traced, small, axes, count)
+            _outputs.warn_of_averages(traced, small, arguments, count)
         operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced, replicas, merge)
         _outputs.warn_of_overwritten(traced, operators)
-        carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
+        pairs = zip(arguments, small, strict=True)
+        carried = [(a.path, x) for a, x in pairs if a.axis == CARRY]
         _outputs.check_carried(carried, operators, traced)
         _outputs.check_static(chosen, handed_on, traced)
         # Inputs of the traced jaxpr: the arrays closed over, then the array leaves in order.
-        arrays = [i for i, leaf in enumerate(leaves) if jaxprs.is_array(leaf)]
         inputs = list(traced.inputs[: traced.num_closed_over])
         roles = ["whole"] * len(inputs)
-        for i in arrays:
-            axis = axes[i]
-            if isinstance(axis, int):
-                inputs.append(_arguments.stack_slices(leaves[i], axis, count))
+        for a in arguments:
+            if isinstance(a.axis, int):
+                inputs.append(_arguments.stack_slices(a.value, a.axis, count))
                 roles.append("slice")
-            else:
-                inputs.append(_outputs.watched(leaves[i], paths[i]))
-                roles.append("whole" if axis is None else CARRY)
+            elif jaxprs.is_array(a.value):
+                inputs.append(_outputs.watched(a.value, a.path))
+                roles.append("whole" if a.axis is None else CARRY)
         loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count, replicas)
         return traced.rebuild(loop(*inputs))
 

@@ -15,7 +15,7 @@ from jaxpp._messages import warn
 from jaxpp._specs import type_of
 from jaxpp.jaxprs import Atom, Eqn, Jaxpr, Var, primitives
 from jaxpp.transforms.microbatch import _reductions
-from jaxpp.transforms.microbatch._arguments import broadcast, is_none
+from jaxpp.transforms.microbatch._arguments import Argument, broadcast, is_none
 from jaxpp.transforms.microbatch._reductions import CARRY, Reduction
 
 
@@ -131,12 +131,12 @@ _OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def warn_of_averages(
-    traced: jaxprs.Traced, small: Sequence[Any], axes: Sequence[Any], count: int
+    traced: jaxprs.Traced, small: Sequence[Any], arguments: Sequence[Argument], count: int
 ) -> None:
     """Warns of outputs that the default reduction averages: entries of examples, and sums."""
-    pairs = list(zip(small, axes, strict=True))
-    sizes = {x.shape[axis] for x, axis in pairs if isinstance(axis, int)} - {1}
-    whole = [x for x, axis in pairs if not isinstance(axis, int) and jaxprs.is_array(x)]
+    pairs = list(zip(small, arguments, strict=True))
+    sizes = {x.shape[a.axis] for x, a in pairs if a.is_sliced} - {1}
+    whole = [x for x, a in pairs if not a.is_sliced and jaxprs.is_array(x)]
     # An output with the shape of a parameter counts as its gradient.
     parameters = {x.shape for x in [*whole, *traced.inputs[: traced.num_closed_over]]}
 

@@ -12,7 +12,17 @@ from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, jaxprs
 from jaxpp._messages import warn
-from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Result, Role
+from jaxpp._program import (
+    PIPELINE_AXIS,
+    PROVIDED,
+    Argument,
+    Bundle,
+    Fed,
+    Mesh,
+    Program,
+    Result,
+    Role,
+)
 from jaxpp._specs import Spec, axis_sizes, replicated, type_of
 from jaxpp.jaxprs import Eqn
 from jaxpp.transforms._signature import Signature, with_keywords, without_keywords
@@ -319,3 +329,30 @@ def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) ->
                 f"place: {name} names argument {n}, but the step was called with {count} "
                 f"arguments that have a position."
             )
+
+
+# ---- meshes --------------------------------------------------------------------------------------
+
+
+def as_mesh(given: Any) -> Mesh | None:
+    """Makes a pipeline's mesh of what `place` was given.
+
+    Raises:
+        ValueError: it is a mesh of JAX that has no axis of ranks.
+        TypeError: it is no mesh.
+    """
+    if given is None or hasattr(given, "num_ranks"):
+        return given
+    if isinstance(given, jax.sharding.Mesh):
+        shape, names = given.devices.shape, given.axis_names
+        if PIPELINE_AXIS in names:
+            return PROVIDED["mesh_of"](shape, names, given.devices, given.axis_types)
+        ours = (PIPELINE_AXIS, *names[1:])
+        raise ValueError(
+            f"place: the mesh is one of JAX with the axes {names}, none of which is "
+            f"{PIPELINE_AXIS!r}, the axis of the ranks. Name it: jaxpp.MpmdMesh({shape}, {ours})."
+        )
+    raise TypeError(
+        f"place: a mesh is a jaxpp.MpmdMesh, such as jaxpp.MpmdMesh((4,), ('mpmd',)), or a "
+        f"jaxpp.RemoteMpmdMesh; got {given!r}."
+    )

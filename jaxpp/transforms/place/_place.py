@@ -21,8 +21,7 @@ from jaxpp.transforms._signature import Signature, as_positional, positional
 from jaxpp.transforms.graph import TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
-from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
-from jaxpp.transforms.place._mesh import as_mesh
+from jaxpp.transforms.place._lower_step import Request, as_mesh, check_positions, lower_step
 
 #: A prefix of a pytree of specs, or rules in place of one.
 Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]

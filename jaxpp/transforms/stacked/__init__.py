@@ -1,6 +1,7 @@
 """Handles layers that are stacked on an axis: rows of arrays, parts, and scans over layers."""
 
 from jaxpp.transforms.stacked._classes import Classes as Classes
+from jaxpp.transforms.stacked._classes import rows_used as rows_used
 from jaxpp.transforms.stacked._rows import Bounds as Bounds
 from jaxpp.transforms.stacked._rows import concatenation_intervals as concatenation_intervals
 from jaxpp.transforms.stacked._rows import num_rows as num_rows
@@ -18,4 +19,3 @@ from jaxpp.transforms.stacked._scans import walk_stacks as walk_stacks
 from jaxpp.transforms.stacked._scans import way_out as way_out
 from jaxpp.transforms.stacked._slicer import Slicer as Slicer
 from jaxpp.transforms.stacked._slicer import in_parts as in_parts
-from jaxpp.transforms.stacked._used import rows_used as rows_used

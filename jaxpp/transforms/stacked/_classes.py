@@ -14,8 +14,7 @@ import jax.extend.core as jex
 from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Atom, Eqn, Var, primitives
 from jaxpp.transforms.stacked import _rows
-from jaxpp.transforms.stacked._cut_scan import scan_params, scanned
-from jaxpp.transforms.stacked._rows import Bounds, Rows
+from jaxpp.transforms.stacked._rows import Bounds, Rows, scan_params, scanned
 
 
 class Classes:
@@ -221,3 +220,45 @@ def _of_rows(jaxpr: jex.ClosedJaxpr, has_rows: Callable[[Var], bool], rows: int)
         known.of.update(zip(eqn.outvars, new.outvars, strict=True))
         eqns.append(new)
     return _compat.make_closed_jaxpr(invars, list(map(known, jaxpr.jaxpr.outvars)), eqns)
+
+
+# ---- which rows are made and read ----------------------------------------------------------------
+
+#: A variable, rows of it that are made or read, and the stages that do so.
+Used = tuple[Var, tuple[int, int], frozenset[int]]
+
+
+def rows_used(eqns: Sequence[tuple[Eqn, int | None]], classes: Classes) -> list[Used]:
+    """Finds the arrays of which stages make rows, and which rows stages read of such arrays.
+
+    Args:
+        eqns: equations, each with its stage, or None.
+        classes: the classes of their variables.
+    """
+    used = list(_made(eqns))
+    made = {classes.of(v) for v, *_ in used}
+    for eqn, stage in eqns:
+        if stage is not None and _rows.takes_some_rows(eqn):
+            for v in jaxprs.variables(eqn.invars[:1]):
+                if classes.of(v) in made and (interval := _rows.slice_interval(eqn)):
+                    used.append((v, interval, frozenset({stage})))
+    return used
+
+
+def _made(eqns: Iterable[tuple[Eqn, int | None]]) -> Iterator[Used]:
+    """Yields arrays, rows of them that a stage makes, and the stage.
+
+    A stage pads its rows of a gradient with zeros. Of what layers hand on to the next microbatch,
+    such as statistics, the rows of all stages are concatenated.
+    """
+    stages = {v: stage for eqn, stage in eqns for v in eqn.outvars if stage is not None}
+    for eqn, stage in eqns:
+        interval = _rows.pad_interval(eqn)
+        if stage is not None and interval and interval != (0, _rows.num_rows(eqn.outvars[0])):
+            yield eqn.outvars[0], interval, frozenset({stage})
+        makers = [stages.get(v) for v in jaxprs.variables(eqn.invars)]
+        intervals = _rows.concatenation_intervals(eqn)
+        if intervals and None not in makers and len(set(makers)) > 1:
+            for v, own in zip(eqn.invars, intervals, strict=True):
+                made_by = () if jaxprs.is_literal(v) else (stages[v],)
+                yield eqn.outvars[0], own, frozenset(made_by)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Atom, Eqn, Var
 from jaxpp.transforms.stacked import _rows
-from jaxpp.transforms.stacked._cut_scan import cut_scan
+from jaxpp.transforms.stacked._rows import cut_scan
 from jaxpp.transforms.stacked._slicer import Slicer
 from jaxpp.transforms.stacked._walked import walked_as_xs
 

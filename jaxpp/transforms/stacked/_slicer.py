@@ -19,8 +19,7 @@ from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Atom, Eqn, Var, primitives
 from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._classes import row_by_row, rule_of
-from jaxpp.transforms.stacked._cut_scan import cut_scan, scanned
-from jaxpp.transforms.stacked._rows import Bounds, Rows
+from jaxpp.transforms.stacked._rows import Bounds, Rows, cut_scan, scanned
 
 
 class Slicer:

@@ -357,11 +357,10 @@ def _closed_call(costed: _Costs, way_out_of: Callable[[Eqn], str]) -> str:
     if not is_call or is_cut or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
         return ""
     way_out = way_out_of(eqns[i]) or "call it for each layer and not for all of them"
-    if _stages.runs_microbatches(eqns[i]):
-        way_out = f"it is the loop of microbatch; {_stages.ORDER}"
     return (
         f"the `{eqns[i].primitive.name}`{_compat.at_source_line(eqns[i])} has "
         f"{costs[i] / sum(costs):.0%} of the work, and no cut can be made inside it: {way_out}"
+        f"{_stages.order_of_transforms(eqns[i])}"
     )
 
 

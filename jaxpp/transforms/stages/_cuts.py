@@ -53,14 +53,10 @@ def _cut_at_scopes(
             nested = next((e for e in line.eqns if contains_scope(e, name)), None)
             if nested is None:
                 raise ValueError(no_scope(name, line.eqns, model))
-            if _stages.runs_microbatches(nested):
-                raise ValueError(
-                    f"The scope {name!r} is inside the loop of microbatch: {_stages.ORDER}."
-                )
             raise ValueError(
                 f"The scope {name!r} is inside a `{nested.primitive.name}`"
                 f"{_compat.at_source_line(nested)}, whose body is one unit: no cut can be made "
-                f"there."
+                f"there{_stages.order_of_transforms(nested)}."
             )
         positions.append(position)
     return line.marked(positions, range(1, len(names) + 1), names)

@@ -13,7 +13,6 @@
 import collections
 import dataclasses
 import functools
-import os
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -127,25 +126,14 @@ def has_marks(jaxpr: jex.ClosedJaxpr) -> bool:
     return any(jaxprs.contains(eqn, _marks.is_enter) for eqn in jaxpr.eqns)
 
 
-#: The order of the transforms, for errors about another.
-ORDER = (
-    "cut the function that microbatch runs, not the one that it makes: "
-    "microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M)"
-)
-
-
-def runs_microbatches(eqn: Eqn) -> bool:
-    """Tells, for the sake of an error, whether a loop that `microbatch` made is in an equation."""
-
-    def is_its_loop(eqn: Eqn) -> bool:
-        return eqn.primitive.name == "scan" and _MICROBATCH in _compat.traced_function(
-            eqn.params["jaxpr"]
-        )
-
-    return jaxprs.contains(eqn, is_its_loop)
-
-
-_MICROBATCH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "microbatch", "")
+def order_of_transforms(eqn: Eqn) -> str:
+    """Says, to end an error about what cannot be cut, what to do with the loop of `microbatch`."""
+    if not jaxprs.contains(eqn, lambda e: e.primitive.name == "scan"):
+        return ""
+    return (
+        "; if it is the loop of microbatch, cut the function that microbatch runs, not the one "
+        "that it makes: microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M)"
+    )
 
 
 def listed(lines: Sequence[str]) -> str:
@@ -164,12 +152,10 @@ def listed(lines: Sequence[str]) -> str:
 def _refuse_marks_inside(jaxpr: jex.ClosedJaxpr) -> None:
     for eqn in jaxpr.eqns:
         if not _marks.is_enter(eqn) and jaxprs.contains(eqn, _marks.is_enter):
-            if runs_microbatches(eqn):
-                raise ValueError(f"A stage is entered inside the loop of microbatch: {ORDER}.")
             raise ValueError(
                 f"A stage is entered inside a `{eqn.primitive.name}`{_compat.at_source_line(eqn)}, "
                 f"which cannot be cut there: {_why_not(eqn)} Enter the stage before or after it, "
-                f"or write the loop over layers in Python."
+                f"or write the loop over layers in Python{order_of_transforms(eqn)}."
             )
 
 
