@@ -29,3 +29,10 @@ def by_definition(definitions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
 def definition_of(transform: str) -> Callable[..., Any] | None:
     """The definition that stands for a transform; None outside of `by_definition`."""
     return _definitions.get({}).get(transform)
+
+
+def with_definition(
+    transform: str, definition: Callable[..., Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Puts another definition of a transform in the place of the one that stands for it."""
+    return by_definition({**_definitions.get({}), transform: definition})
