@@ -197,21 +197,23 @@ def plan_layers(
         if shown:
             print(f"\rplan: {tried} of {tries} tries, best {best:.6g}", end="", file=sys.stderr)
 
-    found = find(
-        setting, directions, tries=tries, seed=seed, deadline=time.monotonic() + time_limit,
-        report=report,
-    )  # fmt: skip
+    deadline = time.monotonic() + time_limit
+    found = find(setting, directions, tries=tries, seed=seed, deadline=deadline, report=report)
     if shown:
         print(file=sys.stderr)
     if found is None:
-        state = setting.state_bytes * sum(layers.parameter_bytes) / ranks
-        raise ValueError(
-            f"plan_layers: no plan was found that fits into {setting.memory_limit:g} a rank; "
-            f"parameters and what goes with them take at least {state:g} a rank. Use more ranks, "
-            f"smaller microbatches, one direction, or more tries."
-        )
+        raise ValueError(_why_none(setting))
     bound = lower_bound(setting, max(directions))
     return LayersPlan(setting, found.choice, found.table, found.time, min(bound, found.time))
+
+
+def _why_none(setting: Setting) -> str:
+    state = setting.state_bytes * sum(setting.layers.parameter_bytes) / setting.ranks
+    return (
+        f"plan_layers: no plan was found that fits into {setting.memory_limit:g} a rank; "
+        f"parameters and what goes with them take at least {state:g} a rank. Use more ranks, "
+        f"smaller microbatches, one direction, or more tries."
+    )
 
 
 def _check_search(setting: Setting, directions: Sequence[int], tries: int) -> None:

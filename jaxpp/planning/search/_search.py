@@ -17,11 +17,12 @@ from jaxpp.planning.search._moves import move, start
 from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules import Table, Task, synthesize
 
-#: The tries of the first rounds, and by which part of its value a choice may be worse than the one
-#: before, at first; all later rounds are as the last of these.
-ROUNDS = ((50, 0.02), (250, 0.02), (1000, 0.02), (4000, 0.05), (16000, 0.05))
-#: The second in a round that goes on from the best of earlier rounds.
-REHEAT = 0.01
+#: The tries of the first rounds; all later ones have as many as the last of these.
+LENGTHS = (50, 250, 1000, 4000, 8000)
+#: By which part of its value a choice may be worse than the one before, at first.
+HEAT = 0.02
+#: The same in a round that goes on from the best of earlier rounds.
+REHEAT = 0.015
 #: How much the mean time before ranks begin counts beside the time of all; it guides the search.
 GUIDE = 0.5
 #: How often a neighbour may be refused before one is judged, in the mean.
@@ -108,7 +109,7 @@ def find(
     tried = number = 0
     while ways and tried < tries and time.monotonic() < deadline:
         way, turn = ways[number % len(ways)], number // len(ways)
-        length, heat = ROUNDS[min(turn, len(ROUNDS) - 1)]
+        length, heat = LENGTHS[min(turn, len(LENGTHS) - 1)], HEAT
         choose = random.Random(seed * 1_000_003 + number)
         earlier = known[way]
         if turn % 3 == 2 and earlier:
