@@ -25,6 +25,12 @@ from jaxpp.schedules import Costs, Kind, Task, Timeline, plot, simulate
 from jaxpp.transforms.place import Compiled, Placed
 
 
+#: The rows of a comparison that are not of a kind of task.
+_WHOLE = ("step", "tasks")
+#: Where tasks take so many times as long as predicted, they do not have their cores to themselves.
+SHARED = 1.5
+
+
 @dataclasses.dataclass(frozen=True)
 class Moment:
     """The bytes that a device of a rank holds from a time on.
@@ -115,8 +121,8 @@ class Beside:
 
     Args:
         rows: what it is, its predicted seconds, and its measured ones: the step, where it was
-            measured as a whole; its tasks together; and each kind of task of each stage, by its
-            median.
+            measured as a whole; its `tasks`, from the first one's start to the last one's end; and
+            each kind of task of each stage, by its median.
         timelines: both timelines by name, as `jaxpp.schedules.plot` takes them.
     """
 
@@ -129,12 +135,27 @@ class Beside:
             for name, *times in self.rows
         ]
 
+    @property
+    def note(self) -> str:
+        """Says what the row `tasks` is, and where tasks take much longer than predicted."""
+        note = "tasks: from the start of the first one to the end of the last one"
+        own = [(before, after) for name, before, after in self.rows if name not in _WHOLE]
+        slower = statistics.median(after / before for before, after in own if before) if own else 1.0
+        if slower < SHARED:
+            return note
+        return (
+            f"{note}\nA task takes {slower:.1f} times as long as predicted: ranks, or other "
+            f"processes, share cores or a device. Give each its own, or predict and plan with what "
+            f"was measured: predict(costs=measured), Plan.again(measured)."
+        )
+
     def __str__(self) -> str:
         header = ["", "predicted ms", "measured ms", "ratio"]
-        return "\n".join(f"{a:6}{b:>14}{c:>14}{d:>8}" for a, b, c, d in [header, *self._cells()])
+        rows = [f"{a:6}{b:>14}{c:>14}{d:>8}" for a, b, c, d in [header, *self._cells()]]
+        return "\n".join([*rows, self.note])
 
     def _repr_html_(self) -> str:
-        return _html.table(["", "predicted ms", "measured ms", "ratio"], self._cells())
+        return _html.table(["", "predicted ms", "measured ms", "ratio"], self._cells(), self.note)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws both timelines on one axis.
