@@ -176,9 +176,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
 
 def _clocked(
     local: LocalStep, arrays: Sequence[Any], repeats: int
-) -> tuple[
-    list[float], list[list[Clocked]], list[tuple[Key, int, float]], list[list[Clocked]]
-]:
+) -> tuple[list[float], list[list[Clocked]], list[tuple[Key, int, float]], list[list[Clocked]]]:
     """Runs a step three times in each repeat: as it is, one by one, and device by device."""
     steps: list[float] = []
     alone: list[list[Clocked]] = []

@@ -24,7 +24,6 @@ from jaxpp.runtime.trace import Key, Trace, dependencies_of, table_of, tasks_of
 from jaxpp.schedules import Costs, Kind, Task, Timeline, plot, simulate
 from jaxpp.transforms.place import Compiled, Placed
 
-
 #: The rows of a comparison that are not of a kind of task.
 _WHOLE = ("step", "tasks")
 #: Where tasks take so many times as long as predicted, they do not have their cores to themselves.
@@ -140,7 +139,9 @@ class Beside:
         """Says what the row `tasks` is, and where tasks take much longer than predicted."""
         note = "tasks: from the start of the first one to the end of the last one"
         own = [(before, after) for name, before, after in self.rows if name not in _WHOLE]
-        slower = statistics.median(after / before for before, after in own if before) if own else 1.0
+        slower = (
+            statistics.median(after / before for before, after in own if before) if own else 1.0
+        )
         if slower < SHARED:
             return note
         return (

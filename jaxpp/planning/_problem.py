@@ -178,7 +178,9 @@ class Problem:
     def lower_bound(self, microbatches: int) -> float:
         """Returns a time that no cut and no order of tasks beats, with so many microbatches."""
         # Where microbatches go in two directions, two ranks share the slowest unit.
-        named = [len(by_name(own).placement(self.ranks)) for own in self.schedules if own not in MADE]
+        named = [
+            len(by_name(own).placement(self.ranks)) for own in self.schedules if own not in MADE
+        ]
         copies = max([*named, 2 if SEARCHED in self.schedules else 1])
         # A stage that computes again holds less than the layers' activations: no limit counts.
         free = dataclasses.replace(self.settings[microbatches], memory_limit=math.inf)

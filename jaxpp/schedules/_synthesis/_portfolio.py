@@ -283,4 +283,3 @@ def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[f
         if not changed:
             break
     return head, [t + own for t, own in zip(tail, time, strict=True)]
-

@@ -51,7 +51,9 @@ def make_problem(
     def delays(need: int, rank: int) -> Sequence[float]:
         if op_rank[need] == rank:
             return (0.0,) * m
-        return [costs.transfer(task, op_rank[need], rank) for task in tasks[need * m : need * m + m]]
+        return [
+            costs.transfer(task, op_rank[need], rank) for task in tasks[need * m : need * m + m]
+        ]
 
     outputs: list[list[tuple[int, Sequence[float]]]] = [[] for _ in ops]
     for op, key in enumerate(ops):

@@ -160,9 +160,7 @@ class _Case:
     graph: tuple[tuple[int, ...], ...] | None
     split_backward: bool
 
-    def synthesized(
-        self, recompute: bool, offload: bool, options: SearchOptions
-    ) -> Synthesis:
+    def synthesized(self, recompute: bool, offload: bool, options: SearchOptions) -> Synthesis:
         """Returns the best table that is found."""
         deadline = time.monotonic() + options.get("time_limit", 600.0)
         # Of equals, the first counts: a schedule with a plain name comes before one with knobs.

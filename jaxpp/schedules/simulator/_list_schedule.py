@@ -101,7 +101,9 @@ class _Ranks:
     def _remember(self) -> None:
         """Collects what decides whether a forward may run."""
         problem, m = self.problem, self.m
-        self.end_of = {s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)}
+        self.end_of = {
+            s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)
+        }
         #: For each rank, its forwards, and the most that a microbatch of each holds.
         self.forwards = [
             [(op, max(problem.change[op * m : op * m + m])) for op in own
@@ -170,7 +172,7 @@ class _Ranks:
         return None if left else (orders, free)
 
     def _start(self) -> tuple[list[int], list[list[int]]]:
-        """Returns how many inputs each task waits for, and what each rank has that waits for none."""
+        """Returns how many inputs each task waits for, and the tasks of each rank without any."""
         problem, counts, pending = self.problem, [0] * len(self.problem.ops), []
         handed: list[list[int]] = [[] for _ in self.free]
         for own in problem.outputs:

@@ -74,7 +74,9 @@ class Problem:
     def local(self) -> list[list[int]]:
         """For each op, the ops of its rank that it comes after, for the same microbatch."""
         rank = self.op_rank
-        return [[n for n, _ in needs if rank[n] == rank[op]] for op, needs in enumerate(self.inputs)]
+        return [
+            [n for n, _ in needs if rank[n] == rank[op]] for op, needs in enumerate(self.inputs)
+        ]
 
     @functools.cached_property
     def remote(self) -> list[tuple[tuple[int, float], ...]]:

@@ -52,8 +52,8 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
     def delayed(versions: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(versions, tuple | list) or len(versions) != steps + 1:
             raise ValueError(
-                f"delay: a step that is delayed by {steps} takes a tuple of {steps + 1} versions of "
-                f"the weights, the newest one first; begin with (weights,) * {steps + 1}."
+                f"delay: a step that is delayed by {steps} takes a tuple of {steps + 1} versions "
+                f"of the weights, the newest one first; begin with (weights,) * {steps + 1}."
             )
         if definition_of("microbatch"):
             return _with_newest(_by_definition(step, versions, args, kwargs), versions)
@@ -80,8 +80,9 @@ def _with_newest(result: Any, versions: Any) -> Any:
 
 
 def _by_definition(step: Callable[..., Any], versions: Any, args: Any, kwargs: Any) -> Any:
-    """What `delay` means: the step with the newest weights, in which loops return what they return
-    in the step with the oldest ones.
+    """Runs the step with the newest weights, in which loops return what they do with the oldest.
+
+    This is what `delay` means.
     """
     define: Any = definition_of("microbatch")
     returned: list[Any] = []

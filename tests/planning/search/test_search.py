@@ -179,7 +179,7 @@ def test_a_plan_says_what_it_chose_and_a_search_what_it_does(capsys):
 
 @pytest.mark.parametrize("directions", [1, 2])
 def test_a_plan_says_what_parameters_ranks_hold_and_a_limit_counts_all_of_them(directions):
-    """With two directions a stage's parameters are on two ranks, or once where both are one rank."""
+    """With two directions a stage's parameters are on two ranks, or once where these are one."""
     layers = dataclasses.replace(layers_of(4), parameter_bytes=(1.0,) * 10)
     options: dict[str, Any] = dict(ranks=2, microbatches=4, tries=300, directions=(directions,))
     plan = plan_layers(layers, **options)
