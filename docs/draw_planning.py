@@ -4,7 +4,6 @@ import itertools
 import pathlib
 
 from jaxpp.planning import Problem, Profile
-from jaxpp.planning._links import Links
 from jaxpp.planning._plan import solve
 from jaxpp.schedules import OneFOneB, plot, simulate
 
@@ -22,9 +21,8 @@ def main() -> None:
     )  # fmt: skip
 
     def planned(*schedules: str):
-        speed = (1.0,) * _RANKS
-        links = Links(bandwidth=1e9)
-        return solve(Problem({_MICROBATCHES: found}, _RANKS, 1e9, 4.0, links, speed, schedules))
+        machine = dict(memory_limit=1e9, bandwidth=1e9)
+        return solve(Problem({_MICROBATCHES: found}, _RANKS, schedules, **machine))
 
     bounds = [round(count * n / _RANKS) for n in range(_RANKS + 1)]
     even = found.costs_of([b - a for a, b in itertools.pairwise(bounds)])

@@ -22,6 +22,7 @@ from jaxpp.planning import predict as predict
 from jaxpp.planning import profile as profile
 from jaxpp.transforms import Operator as Operator
 from jaxpp.transforms import accumulate_grads as accumulate_grads
+from jaxpp.transforms import delay as delay
 from jaxpp.transforms import microbatch as microbatch
 from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage
 from jaxpp.transforms import pipelined as pipelined

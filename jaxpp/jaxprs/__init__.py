@@ -25,6 +25,7 @@ from jaxpp.jaxprs._constants import without_constants as without_constants
 from jaxpp.jaxprs._constants import without_devices as without_devices
 from jaxpp.jaxprs._contexts import by_definition as by_definition
 from jaxpp.jaxprs._contexts import definition_of as definition_of
+from jaxpp.jaxprs._contexts import with_definition as with_definition
 from jaxpp.jaxprs._contexts import without_collections as without_collections
 from jaxpp.jaxprs._contexts import without_mesh as without_mesh
 from jaxpp.jaxprs._dimensions import found_again as found_again

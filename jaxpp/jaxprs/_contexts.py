@@ -36,6 +36,13 @@ def definition_of(transform: str) -> Callable[..., Any] | None:
     return _definitions.get({}).get(transform)
 
 
+def with_definition(
+    transform: str, definition: Callable[..., Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Puts another definition of a transform in the place of the one that stands for it."""
+    return by_definition({**_definitions.get({}), transform: definition})
+
+
 def without_mesh(fun: Callable[P, R]) -> Callable[P, R]:
     """Makes a function that runs outside of `jax.set_mesh` and `jax.sharding.use_abstract_mesh`.
 

@@ -158,6 +158,25 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
             "measure: the step has no scheduled loop, so that there are no tasks to measure; wrap "
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
         )
+    steps, alone, sent, together = _clocked(local, arrays, repeats)
+    table = _table(local)
+    latency, bandwidth = fit_line([(size, seconds) for _, size, seconds in sent])
+    bytes_of: dict[Key, int] = {}
+    for key, size, _ in sent:
+        bytes_of[key] = max(bytes_of.get(key, 0), size)
+    typical = sorted(together, key=lambda runs: max(end for *_, end in runs))[len(together) // 2]
+    return Measurement(
+        table, dependencies_of(local.bundle),
+        MappingProxyType(typical_times(together)), MappingProxyType(typical_times(alone)),
+        *_around(alone, table.num_ranks), MappingProxyType(bytes_of), latency, bandwidth,
+        tuple(steps), timeline_of(table, typical),
+    )  # fmt: skip
+
+
+def _clocked(
+    local: LocalStep, arrays: Sequence[Any], repeats: int
+) -> tuple[list[float], list[list[Clocked]], list[tuple[Key, int, float]], list[list[Clocked]]]:
+    """Runs a step three times in each repeat: as it is, one by one, and device by device."""
     steps: list[float] = []
     alone: list[list[Clocked]] = []
     sent: list[tuple[Key, int, float]] = []
@@ -176,24 +195,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
             alone.append(one_by_one.runs)
             sent += one_by_one.transfers
             together.append(by_device.runs)
-    table = _table(local)
-    latency, bandwidth = fit_line([(size, seconds) for _, size, seconds in sent])
-    bytes_of: dict[Key, int] = {}
-    for key, size, _ in sent:
-        bytes_of[key] = max(bytes_of.get(key, 0), size)
-    typical = sorted(together, key=lambda runs: max(end for *_, end in runs))[len(together) // 2]
-    return Measurement(
-        table,
-        dependencies_of(local.bundle),
-        MappingProxyType(typical_times(together)),
-        MappingProxyType(typical_times(alone)),
-        *_around(alone, table.num_ranks),
-        MappingProxyType(bytes_of),
-        latency,
-        bandwidth,
-        tuple(steps),
-        timeline_of(table, typical),
-    )
+    return steps, alone, sent, together
 
 
 # ---- the step -----------------------------------------------------------------------------------

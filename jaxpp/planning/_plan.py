@@ -224,17 +224,7 @@ def plan(
             ranks than units; a number of microbatches does not divide the batch; or an argument is
             not a number of its kind.
 
-    Example:
-        >>> import jax, jax.numpy as jnp, jaxpp
-        >>> def loss(weights, x):
-        ...     for w in weights:
-        ...         x = jnp.tanh(x @ w)
-        ...     return jnp.mean(x)
-        >>> weights, x = [jnp.eye(8) for _ in range(4)], jnp.ones((16, 8))
-        >>> options = dict(at_least=4, schedules=["1f1b"], repeats=1)
-        >>> found = jaxpp.plan(loss, weights, x, ranks=2, microbatches=4, **options)
-        >>> sum(found.units), found.microbatches
-        (4, 4)
+    Example: see `Plan`.
     """
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
     if not counts or not set(schedules) - {*MADE}:

@@ -24,6 +24,11 @@ from jaxpp.runtime.trace import Key, Trace, dependencies_of, table_of, tasks_of
 from jaxpp.schedules import Costs, Kind, Task, Timeline, plot, simulate
 from jaxpp.transforms.place import Compiled, Placed
 
+#: The rows of a comparison that are not of a kind of task.
+_WHOLE = ("step", "tasks")
+#: Where tasks take so many times as long as predicted, they do not have their cores to themselves.
+SHARED = 1.5
+
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
@@ -115,8 +120,8 @@ class Beside:
 
     Args:
         rows: what it is, its predicted seconds, and its measured ones: the step, where it was
-            measured as a whole; its tasks together; and each kind of task of each stage, by its
-            median.
+            measured as a whole; its `tasks`, from the first one's start to the last one's end; and
+            each kind of task of each stage, by its median.
         timelines: both timelines by name, as `jaxpp.schedules.plot` takes them.
     """
 
@@ -129,12 +134,31 @@ class Beside:
             for name, *times in self.rows
         ]
 
+    @property
+    def note(self) -> str:
+        """Says what the row `tasks` is, and where tasks take much longer than predicted."""
+        note = "tasks: from the start of the first one to the end of the last one"
+        own = [(before, after) for name, before, after in self.rows if name not in _WHOLE]
+        slower = (
+            statistics.median(after / before for before, after in own if before) if own else 1.0
+        )
+        if slower < SHARED:
+            return note
+        return (
+            f"{note}\nA task takes {slower:.1f} times as long as predicted: ranks, or other "
+            f"processes, share cores or a device. Give each its own, or predict and plan with what "
+            f"was measured: predict(costs=measured), Plan.again(measured)."
+        )
+
     def __str__(self) -> str:
         header = ["", "predicted ms", "measured ms", "ratio"]
-        return "\n".join(f"{a:6}{b:>14}{c:>14}{d:>8}" for a, b, c, d in [header, *self._cells()])
+        rows = [f"{a:6}{b:>14}{c:>14}{d:>8}" for a, b, c, d in [header, *self._cells()]]
+        return "\n".join([*rows, self.note])
 
     def _repr_html_(self) -> str:
-        return _messages.html_table(["", "predicted ms", "measured ms", "ratio"], self._cells())
+        return _messages.html_table(
+            ["", "predicted ms", "measured ms", "ratio"], self._cells(), self.note
+        )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws both timelines on one axis.
@@ -169,12 +193,10 @@ def predict(
         step: what `place` gave, with a scheduled loop; or what `lower(*args).compile()` of it
             gave.
         *args: its arguments, or `jax.ShapeDtypeStruct`s that stand for their arrays.
-        costs: the times of tasks, in seconds: those of a model, such as `Plan.costs`, where a
-            number is that of a rank's whole share of a microbatch, as in `simulate`; those that
-            `measure` or a trace found, of this step or of another one with the same stages; or a
-            `Device`, or the name of one, whose figures bound the times of what XLA counts.
-        latency: the seconds that a message takes, whatever its size; a measurement and `Costs`
-            have their own.
+        costs: the times of tasks, in seconds, as `simulate` takes them, such as `Plan.costs`; those
+            that `measure` or a trace found, of this step or of another one with the same stages; or
+            a `Device`, or the name of one, whose figures bound the times of what XLA counts.
+        latency: the seconds of a message, whatever its size; but for a `Device` costs have that.
         bandwidth: the bytes of messages that go from one rank to another in a second; the same.
         reduction_bandwidth: the bytes of gradients that a device exchanges with its replicas in a
             second, after the tasks; a measurement has the time of that.
@@ -186,8 +208,8 @@ def predict(
 
     Raises:
         TypeError: `step` is not a placed function.
-        ValueError: the step has no scheduled loop; the measurement has not all of its
-            tasks; there is no device of that name; or a rank needs more than its limit.
+        ValueError: the step has no scheduled loop; the measurement lacks tasks of it; there is no
+            device of that name; or a rank needs more than its limit.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -199,31 +221,50 @@ def predict(
         16
     """
     compiled = _compiled(step, args)
-    bundle, tasks = compiled.bundle, tasks_of(compiled.bundle)
-    if not tasks:
+    bundle, ranks = compiled.bundle, compiled.inspect()
+    if not tasks_of(bundle):
         raise ValueError(
             "predict: the step has no scheduled loop, so that there are no tasks to predict; wrap "
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
         )
-    ranks: Sequence[Inspected] = compiled.inspect()
-    device = None
-    if isinstance(costs, Costs | Measurement | Trace):
-        model, _ = costs_found(costs)
-        if isinstance(costs, Costs):
-            model = _for_each_loop(costs, bundle)
-        else:
-            _check_tasks(model, tasks)
-    else:
-        device = device_of(costs)
-        model = _costs_on(device, bundle, ranks, latency, bandwidth)
+    known = isinstance(costs, Costs | Measurement | Trace)
+    device = None if known else device_of(costs)
+    model = _model(costs, device, bundle, ranks, latency, bandwidth)
     table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
-    model = dataclasses.replace(model, unit="s")
     timeline = simulate(table, model, dependencies=dependencies_of(bundle))
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
+    prediction = _predicted(bundle, ranks, timeline, around)
+    limit = device.memory if memory_limit is None and device is not None else memory_limit
+    if limit is not None:
+        _check_memory(prediction, limit)
+    return prediction
+
+
+def _model(
+    costs: Any,
+    device: Device | None,
+    bundle: Bundle,
+    ranks: Sequence[Inspected],
+    latency: float,
+    bandwidth: float,
+) -> Costs:
+    """Makes the costs of a step's tasks, in seconds."""
+    if device is not None:
+        return _costs_on(device, bundle, ranks, latency, bandwidth)
+    if isinstance(costs, Costs):
+        return dataclasses.replace(_for_each_loop(costs, bundle), unit="s")
+    model, _ = costs_found(costs)
+    _check_tasks(model, tasks_of(bundle))
+    return dataclasses.replace(model, unit="s")
+
+
+def _predicted(
+    bundle: Bundle, ranks: Sequence[Inspected], timeline: Timeline, around: "_Around"
+) -> Prediction:
+    """Puts what a step does around its tasks beside them, and finds what its ranks hold."""
     start = max(around.before)
     spans = {span.task: (start + span.start, start + span.end) for span in timeline.spans}
     runs: list[list[tuple[float, str]]] = [[] for _ in bundle.programs]
-
     # What ranks have run between tasks so far, such as the update between two loops.
     between = [-own for own in around.before]
 
@@ -237,17 +278,11 @@ def predict(
         return begin, end
 
     held = held_bytes(bundle, ranks, when)
-    ends = [h.end for h in held]
     memory = tuple(
         tuple(_moments([h for h in held if h.rank == rank], sorted(own)))
         for rank, own in enumerate(runs)
     )
-    prediction = Prediction(timeline, start, max(ends), memory)
-    if memory_limit is None and device is not None:
-        memory_limit = device.memory
-    if memory_limit is not None:
-        _check_memory(prediction, memory_limit)
-    return prediction
+    return Prediction(timeline, start, max(h.end for h in held), memory)
 
 
 def costs_found(found: Costs | Measurement | Trace) -> tuple[Costs, Timeline | None]:

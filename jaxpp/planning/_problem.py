@@ -229,12 +229,14 @@ class Problem:
             if best.choice and len(best.choice.placement) == 1:
                 count = best.microbatches
                 offloads = limited and bool(self.profiles[count].copy)
-                tables = synthesized(
-                    self.settings[count], best.choice, EVALUATIONS, whole=True, recompute=limited,
-                    offload=offloads, time_limit=SECONDS,
+                ordered = synthesized(
+                    self.settings[count], best.choice, whole=True, recompute=limited,
+                    offload=offloads, evaluations=EVALUATIONS, time_limit=SECONDS,
                 )  # fmt: skip
-                own = [self._made(SYNTHESIZED, count, best.choice, table) for table in tables]
-                return [one for one in own if _rank_of(one) < _rank_of(best)]
+                if ordered is None:
+                    return []
+                own = self._made(SYNTHESIZED, count, best.choice, ordered.table)
+                return [own] if _rank_of(own) < _rank_of(best) else []
         return []
 
     def _why_nothing_fits(self, found: Sequence[Candidate]) -> str:

@@ -1,6 +1,7 @@
 """`profile`: the times and bytes of a function's units, each measured alone on one device."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -192,15 +193,11 @@ def profile(
             then the units; and how many in a function without layers.
         in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
         policy: as in `wrap_forward`.
-        device: where to measure; by default the first of `jax.devices()`. Or a `jaxpp.Device`, or
-            the name of one, whose figures bound the times of what XLA counts: nothing is measured.
-            Or a `jaxpp.MpmdMesh` of one rank, over whose further axes the tasks are split; bytes
-            are then those of one of its devices, but for `crossing`, which are of the rank.
+        device: where to measure, by default the first of `jax.devices()`; or a `jaxpp.Device`, or
+            its name, whose figures bound the times of what XLA counts; or a `jaxpp.MpmdMesh` of one
+            rank, over whose further axes tasks are split: bytes are of a device, `crossing` not.
         in_specs: as in `place`, for a mesh with further axes.
         repeats: how often to measure; the medians count.
-
-    Returns:
-        The profile, which `split_stages(balance=)` takes.
 
     Raises:
         ValueError: `repeats` is below 1, there is no device of that name, the mesh has several
@@ -229,25 +226,48 @@ def profile(
             f"profile: each unit is measured alone, on one rank, and {mesh!r} has {mesh.num_ranks} "
             f"ranks; give one of a single rank, jaxpp.MpmdMesh((1, ...), ('mpmd', ...))."
         )
-    sizes = {} if mesh.inside is None else dict(mesh.inside.shape)
-    args = tuple(
-        map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
-    )
+    several = map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
     count = len(finest.crossing) + 1
-
-    def measured(order: Schedule) -> tuple[LocalStep, dict[Key, float]]:
-        local, arrays = _loaded(place(schedule(grad_fn, order), mesh, in_specs=in_specs), args)
-        runs: list[Clocked] = []
-        if figures is not None:
-            return local, _times_on(figures, local)
-        for repeat in range(repeats + 1):
-            clock = _OneByOne(local)
-            jax.block_until_ready(local(_placed_copies(local, arrays), clock))
-            runs += clock.runs if repeat else []  # the first one fills caches
-        return local, _times(local.bundle, runs)
-
+    measured = functools.partial(_measured, grad_fn, mesh, in_specs, several, figures, repeats)
     step, whole = measured(Interleaved1F1B(stages_per_rank=count))
     _, halves = measured(InterleavedZeroBubble(stages_per_rank=count))
+    return _profile(finest, at_least, step, whole, halves, several[0], mesh, repeats, figures)
+
+
+def _measured(
+    grad_fn: Any,
+    mesh: MpmdMesh,
+    in_specs: Any,
+    args: Sequence[Any],
+    figures: Device | None,
+    repeats: int,
+    order: Schedule,
+) -> tuple[LocalStep, dict[Key, float]]:
+    """Runs the units one by one in the order of a schedule; returns the time of each task."""
+    local, arrays = _loaded(place(schedule(grad_fn, order), mesh, in_specs=in_specs), args)
+    runs: list[Clocked] = []
+    if figures is not None:
+        return local, _times_on(figures, local)
+    for repeat in range(repeats + 1):
+        clock = _OneByOne(local)
+        jax.block_until_ready(local(_placed_copies(local, arrays), clock))
+        runs += clock.runs if repeat else []  # the first one fills caches
+    return local, _times(local.bundle, runs)
+
+
+def _profile(
+    finest: Finest,
+    at_least: int,
+    step: LocalStep,
+    whole: Mapping[Key, float],
+    halves: Mapping[Key, float],
+    parameters: Any,
+    mesh: MpmdMesh,
+    repeats: int,
+    figures: Device | None,
+) -> Profile:
+    count = len(finest.crossing) + 1
+    sizes = {} if mesh.inside is None else dict(mesh.inside.shape)
     forward, backward, inputs, weights = (
         tuple(times.get((kind, stage), 0.0) for stage in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
@@ -268,7 +288,7 @@ def profile(
                 if a.role is Role.PARAMETER and stage in a.stages)
             for stage in range(count)
         ),
-        _memory_bandwidth(args[0], mesh, repeats) if figures is None else figures.bandwidth,
+        _memory_bandwidth(parameters, mesh, repeats) if figures is None else figures.bandwidth,
         _copies(kept, mesh, repeats, figures),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Runs a table as its ranks would: each in its own order, each task after its inputs.
 
-A table becomes rows of numbered tasks for the simulator's clock: a rank is a row, and so are its copies
-and each link whose transfers take turns. Two tasks that overlap are one.
+A table becomes rows of numbered tasks for the simulator's clock: a rank is a row, and so are its
+copies and each link whose transfers take turns. Two tasks that overlap are one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -14,4 +14,5 @@ from jaxpp.transforms.stages import pipeline_enter_stage as pipeline_enter_stage
 from jaxpp.transforms.stages import split_stages as split_stages
 from jaxpp.transforms.stages import stages_as_text as stages_as_text
 from jaxpp.transforms.stages import wrap_forward as wrap_forward
+from jaxpp.transforms.tasks import delay as delay
 from jaxpp.transforms.tasks import schedule as schedule

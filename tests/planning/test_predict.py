@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from jaxpp.planning import DEVICES
+from jaxpp.planning import DEVICES, Beside
 from jaxpp.planning._measure import _execute, _loaded, _placed_copies
 from jaxpp.runtime.executor import held_bytes, over_time
-from jaxpp.schedules import Costs
+from jaxpp.schedules import Costs, simulate
 from tests.helpers import mesh_of
 
 WIDTH, BATCH, MICROBATCHES, STAGES = 64, 512, 8, 4
@@ -153,12 +153,24 @@ def test_a_prediction_stands_beside_what_was_measured(tmp_path):
     assert names[:2] == ["step", "tasks"] and names[2:4] == ["B0", "B1"]
     assert len(names) == 2 + 2 * STAGES
     assert beside.rows[0][2] == measured.step
-    assert str(beside).count("\n") == len(names) and "<table>" in beside._repr_html_()
+    lines = str(beside).splitlines()
+    assert len(lines) == len(names) + 2 and lines[-1].startswith("tasks: from the start of the")
+    assert "<table>" in beside._repr_html_()
     beside.plot(tmp_path / "beside.png")
     assert (tmp_path / "beside.png").stat().st_size > 10_000
     guess = jaxpp.predict(step, *arguments(), costs=Costs(forward=7.0, backward=11.0))
     for name, predicted, found in guess.beside(measured).rows[2:]:
         assert predicted == pytest.approx({"F": 7.0, "B": 11.0}[name[0]]) and found < 5.0
+
+
+def test_tasks_that_take_longer_than_predicted_are_said_to_share_cores():
+    timeline = simulate(jaxpp.schedules.OneFOneB().table(2, 2))
+    for slower, says in ((1.2, False), (4.0, True)):
+        rows = (("step", 1.0, 9.0), ("tasks", 1.0, 9.0), ("F0", 0.1, 0.1 * slower))
+        rows += (("B0", 0.2, 0.2 * slower), ("W0", 0.0, 1.0))
+        beside = Beside(rows, {"predicted": timeline, "measured": timeline})
+        assert ("A task takes 4.0 times as long" in str(beside)) == says
+        assert ("share cores" in beside._repr_html_()) == says
 
 
 def test_a_measurement_predicts_another_schedule_of_the_same_stages():

@@ -231,7 +231,7 @@ def test_memory_for_one_microbatch_is_enough(place, v):
     problem = case.problem()
     for rule in Rules(problem, lower_bound(problem)).grid():
         found = list_schedule(problem, rule)
-        assert found is not None and problem.fits(orders := found[0])
+        assert found is not None and problem.fits(found[0])
 
 
 @pytest.mark.parametrize(

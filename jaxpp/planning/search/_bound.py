@@ -8,8 +8,8 @@ first `i` forwards for its tasks. All ranks together run all tasks of all microb
     T >= (microbatches * work + sum over i < ranks of the forwards of the first i layers) / ranks
 
 With `d` directions a stage is on at most `d` ranks, so it is the first `i // d` layers. Where ranks
-differ in speed, each term counts times a speed; the least sum has the fastest ranks begin first. After
-its tasks a rank updates the parameters that it has, and each is on some rank.
+differ in speed, each term counts times a speed; the least sum has the fastest ranks begin first.
+After its tasks a rank updates the parameters that it has, and each is on some rank.
 
 Where memory is limited, what a rank holds over time is an area, of at most its room times the time
 from its first start. A layer's activation is held from its forward over those behind it and their

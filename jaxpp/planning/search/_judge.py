@@ -35,8 +35,8 @@ def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> 
 
     A weight gradient fills the time in which nothing else can run; by some rules it comes before
     forwards, to free memory. Of weight gradients that of the older microbatch comes first, or by
-    odd rules that of the later stage. Of forwards that of the older microbatch comes first, which is
-    the one that is further on its way, or by every other two rules that of the earlier stage.
+    odd rules that of the later stage. Of forwards that of the older microbatch comes first, which
+    is the one that is further on its way, or by every other two rules that of the earlier stage.
     """
     by_stage, breadth, weight = rule % 2, rule // 2 % 2, 1 if rule >= EAGER else 3
     offsets, periods = [], []
@@ -67,7 +67,7 @@ def problem_of(setting: Setting, choice: Choice) -> Problem:
     kept = setting.of_stages("activation_bytes", choice) * directions
     by_op = [own * directions for own in (parts if choice.halves else parts[:2])]
     op_rank, time = ranks[:], []
-    for own in by_op[1:]:
+    for _ in by_op[1:]:
         op_rank += ranks[::-1]
     for n, own in enumerate(by_op):
         each = [t / s for t, s in zip(own, speeds, strict=True)]

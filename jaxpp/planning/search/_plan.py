@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Unpack
 from jaxpp.planning import _files
 from jaxpp.planning.search._bound import lower_bound
 from jaxpp.planning.search._layers import Layers
-from jaxpp.planning.search._search import find
+from jaxpp.planning.search._search import find, synthesized, timed
 from jaxpp.planning.search._setting import Choice, Options, Setting
 from jaxpp.schedules import FromTable, Table, Timeline, check, plot
 
@@ -26,6 +26,8 @@ class LayersPlan:
         table: the order of the tasks.
         time: the time of a step, in the unit of the layers' costs.
         lower_bound: a time that no plan beats, of those that were searched.
+        order_bound: a time that no order of the tasks beats at this cut and placement, from
+            `proved`; 0 where nobody has asked.
 
     Example:
         >>> from jaxpp.planning.search import Layers, plan_layers
@@ -40,6 +42,7 @@ class LayersPlan:
     table: Table
     time: float
     lower_bound: float
+    order_bound: float = 0.0
 
     #: The version of the file; other versions are refused.
     VERSION: ClassVar[int] = 2
@@ -84,6 +87,29 @@ class LayersPlan:
         """The most by which the plan may be slower than the best one, over the lower bound."""
         return self.time / self.lower_bound - 1
 
+    def proved(self, work: float = 30.0, **options: Any) -> "LayersPlan":
+        """Proves with CP-SAT how much a better order of the tasks gains at this cut, at most.
+
+        It suits a few hundred tasks. The solver's workers race: what it proves may differ from run
+        to run, and so may the order, where it finds a better one.
+
+        Args:
+            work: the solver's deterministic seconds: about seconds of a core.
+            **options: as for `jaxpp.schedules.synthesize`, whose tables the solver starts from.
+
+        Returns:
+            The plan with the best bound that is known, and the best order.
+
+        Raises:
+            ImportError: OR-tools is not installed.
+        """
+        found = synthesized(self.setting, self.choice, **{"exact": work, **options})
+        assert found is not None, "it fits"
+        own = timed(self.setting, self.choice, found.table)
+        table, time = (own.table, own.time) if own.time < self.time else (self.table, self.time)
+        bound = min(max(found.lower_bound, self.order_bound, self.lower_bound), time)
+        return dataclasses.replace(self, table=table, time=time, order_bound=bound)
+
     @property
     def timeline(self) -> Timeline:
         """The times of the tasks, and what ranks hold."""
@@ -121,6 +147,11 @@ class LayersPlan:
             f"{self.lower_bound:.6g}, a gap of {self.gap:.1%}",
             f"layers of each stage: {', '.join(map(str, self.units))}",
         ]
+        if self.order_bound:
+            lines.append(
+                f"any order at this cut takes at least {self.order_bound:.6g}, a gap of "
+                f"{self.time / self.order_bound - 1:.1%}"
+            )
         for n, ranks in enumerate(self.placement):
             name = f" in direction {n}" if len(self.placement) > 1 else ""
             lines.append(f"rank of each stage{name}: {', '.join(map(str, ranks))}")
@@ -197,21 +228,23 @@ def plan_layers(
         if shown:
             print(f"\rplan: {tried} of {tries} tries, best {best:.6g}", end="", file=sys.stderr)
 
-    found = find(
-        setting, directions, tries=tries, seed=seed, deadline=time.monotonic() + time_limit,
-        report=report,
-    )  # fmt: skip
+    deadline = time.monotonic() + time_limit
+    found = find(setting, directions, tries=tries, seed=seed, deadline=deadline, report=report)
     if shown:
         print(file=sys.stderr)
     if found is None:
-        state = setting.state_bytes * sum(layers.parameter_bytes) / ranks
-        raise ValueError(
-            f"plan_layers: no plan was found that fits into {setting.memory_limit:g} a rank; "
-            f"parameters and what goes with them take at least {state:g} a rank. Use more ranks, "
-            f"smaller microbatches, one direction, or more tries."
-        )
+        raise ValueError(_why_none(setting))
     bound = lower_bound(setting, max(directions))
     return LayersPlan(setting, found.choice, found.table, found.time, min(bound, found.time))
+
+
+def _why_none(setting: Setting) -> str:
+    state = setting.state_bytes * sum(setting.layers.parameter_bytes) / setting.ranks
+    return (
+        f"plan_layers: no plan was found that fits into {setting.memory_limit:g} a rank; "
+        f"parameters and what goes with them take at least {state:g} a rank. Use more ranks, "
+        f"smaller microbatches, one direction, or more tries."
+    )
 
 
 def _check_search(setting: Setting, directions: Sequence[int], tries: int) -> None:

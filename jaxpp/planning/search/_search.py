@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 from jaxpp.planning.search._judge import EAGER, RULES, judge, table_of
 from jaxpp.planning.search._moves import move, start
 from jaxpp.planning.search._setting import Choice, Setting
-from jaxpp.schedules import Table, Task, synthesize
+from jaxpp.schedules import Synthesis, Table, Task, synthesize
 
-#: The tries of the first rounds, and by which part of its value a choice may be worse than the one
-#: before, at first; all later rounds are as the last of these.
-ROUNDS = ((50, 0.02), (250, 0.02), (1000, 0.02), (4000, 0.05), (16000, 0.05))
-#: The second in a round that goes on from the best of earlier rounds.
-REHEAT = 0.01
+#: The tries of the first rounds; all later ones have as many as the last of these.
+LENGTHS = (50, 250, 1000, 4000, 8000)
+#: By which part of its value a choice may be worse than the one before, at first.
+HEAT = 0.02
+#: The same in a round that goes on from the best of earlier rounds.
+REHEAT = 0.015
 #: How much the mean time before ranks begin counts beside the time of all; it guides the search.
 GUIDE = 0.5
 #: How often a neighbour may be refused before one is judged, in the mean.
@@ -108,7 +109,7 @@ def find(
     tried = number = 0
     while ways and tried < tries and time.monotonic() < deadline:
         way, turn = ways[number % len(ways)], number // len(ways)
-        length, heat = ROUNDS[min(turn, len(ROUNDS) - 1)]
+        length, heat = LENGTHS[min(turn, len(LENGTHS) - 1)], HEAT
         choose = random.Random(seed * 1_000_003 + number)
         earlier = known[way]
         if turn % 3 == 2 and earlier:
@@ -213,20 +214,21 @@ def _finished(setting: Setting, choice: Choice) -> Found:
         for rule in RULES
         if judge(setting, choice, rule=rule) < math.inf
     ]
-    tables += synthesized(setting, choice, EVALUATIONS)
+    if ordered := synthesized(setting, choice, evaluations=EVALUATIONS):
+        tables.append(ordered.table)
     return min((timed(setting, choice, table) for table in tables), key=_time)
 
 
 def synthesized(
-    setting: Setting, choice: Choice, evaluations: int, whole: bool = False, **options: Any
-) -> list[Table]:
-    """Makes a table of a choice by `synthesize`; none where not even one microbatch fits.
+    setting: Setting, choice: Choice, whole: bool = False, **options: Any
+) -> Synthesis | None:
+    """Orders the tasks of a choice by `synthesize`; None where not even one microbatch fits.
 
     Args:
         setting: the layers and the machine.
         choice: the cut and the placement.
-        evaluations: as for `synthesize`, as are `options`.
         whole: whether backwards may be whole, too, where the choice has halves.
+        **options: as for `synthesize`.
     """
     placement, speeds = choice.placement, setting.speeds
 
@@ -245,13 +247,12 @@ def synthesized(
     )  # fmt: skip
     limits = [setting.memory_limit - own for own in setting.resident(choice)]
     try:
-        found = synthesize(
+        return synthesize(
             costs, placement, setting.microbatches, memory=setting.memory(choice),
-            memory_limit=limits, split_backward=choice.halves, evaluations=evaluations, **options,
+            memory_limit=limits, split_backward=choice.halves, **options,
         )  # fmt: skip
     except ValueError:  # not even one microbatch fits
-        return []
-    return [found.table]
+        return None
 
 
 def timed(setting: Setting, choice: Choice, table: Table) -> Found:

@@ -156,7 +156,7 @@ class Setting:
         return [totals[b] - totals[a] for a, b in itertools.pairwise(cuts)]
 
     def times(self, choice: Choice) -> tuple[list[float], list[float], list[float]]:
-        """Returns the times of stages: of forwards, of what the stage before waits for, of the rest.
+        """Returns for stages the times of forwards, of what the stage before awaits, of the rest.
 
         A message keeps the ranks at both ends from their tasks for its overhead; it is the same for
         both directions.
@@ -171,7 +171,9 @@ class Setting:
                 kept = self.overhead * (self.latency + edge / self.bandwidth) if a != b else 0.0
                 around[n] += kept
                 around[n + 1] += kept
-            forward, first = ([a + b for a, b in zip(own, around)] for own in (forward, first))
+            forward, first = (
+                [a + b for a, b in zip(own, around, strict=True)] for own in (forward, first)
+            )
         if self.is_fed and choice.halves:
             first[0], rest[0] = 0.0, first[0] + rest[0]
         return forward, first, rest

@@ -1,7 +1,7 @@
 """Tabu search: the best of some moves along the critical path, again and again, but not back.
 
-Only a shorter critical path shortens a table. A path is shortened where it enters or leaves a rank: a
-task moves out of the path's stretch on that rank, or further into it (the neighbourhoods of Nowicki
+Only a shorter critical path shortens a table. A path is shortened where it enters or leaves a rank:
+a task moves out of the path's stretch on that rank, or further into it (the neighbourhoods of Nowicki
 and Smutnicki, 1996, and Balas and Vazacopoulos, 1998, for job shops). Moves that break a dependency
 within the rank, or its memory limit, are not tried. What
 each would lead to is told from the times before and after its tasks, without a run of all of them

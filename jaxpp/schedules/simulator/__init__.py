@@ -1,7 +1,8 @@
 """The simulator: it runs numbered tasks, in given orders or in those that a rule decides.
 
-`run` is the one clock of the library. Tables (`simulate`, `check`), the synthesizer and the search for
-plans are faces over it: each says what its tasks take and wait for, in numbers.
+`run` is the clock for given orders: tables (`simulate`, `check`, `predict`) and the synthesizer are
+faces over it. `list_schedule` decides the orders itself, for the synthesizer and the search for
+plans, to the same times. Each face says what its tasks take and wait for, in numbers.
 """
 
 from jaxpp.schedules.simulator._list_schedule import Rule as Rule

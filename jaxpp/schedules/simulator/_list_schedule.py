@@ -172,7 +172,7 @@ class _Ranks:
         return None if left else (orders, free)
 
     def _start(self) -> tuple[list[int], list[list[int]]]:
-        """Returns how many inputs each task waits for, and what each rank has that waits for none."""
+        """Returns how many inputs each task waits for, and the tasks of each rank without any."""
         problem, counts, pending = self.problem, [0] * len(self.problem.ops), []
         handed: list[list[int]] = [[] for _ in self.free]
         for own in problem.outputs:

@@ -1,6 +1,7 @@
 """Partitions the body of a microbatch loop into tasks, which run by a schedule."""
 
 from jaxpp.transforms.tasks._as_scan import was_loop as was_loop
+from jaxpp.transforms.tasks._delay import delay as delay
 from jaxpp.transforms.tasks._edit import Loop as Loop
 from jaxpp.transforms.tasks._edit import Value as Value
 from jaxpp.transforms.tasks._edit_loops import edit_loops as edit_loops

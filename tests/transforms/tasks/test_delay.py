@@ -1,0 +1,105 @@
+"""A delayed step is the plain loop that takes gradients of old weights, to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+
+WIDTH, ROWS = 8, 16
+
+
+def loss_fn(weights, x):
+    first, second = (w.astype(jnp.float32) for w in weights)
+    h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ first))
+    return jnp.mean((h @ second) ** 2)
+
+
+def start():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return [jax.random.normal(key, (WIDTH, WIDTH)) / 3 for key in keys]
+
+
+def batch(n):
+    return jax.random.normal(jax.random.key(100 + n), (ROWS, WIDTH))
+
+
+def grad_fn(order=None):
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss_fn)), 4)
+    return jaxpp.schedule(grad, order) if order else grad
+
+
+def step_of(grad, optimizer):
+    def train_step(weights, state, x):
+        loss, grads = grad([2 * (w / 2) for w in weights], x)  # prepared before the loop
+        updates, state = optimizer.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state, loss
+
+    return train_step
+
+
+def by_hand(grad, optimizer, steps):
+    """The same with the weights of some steps ago as an argument."""
+
+    def train_step(versions, state, x):
+        loss, grads = grad([2 * (w / 2) for w in versions[-1]], x)
+        updates, state = optimizer.update(grads, state, versions[0])
+        new = optax.apply_updates(versions[0], updates)
+        return (new, *versions[:-1]), state, loss
+
+    return train_step
+
+
+def run(step, steps, count=5):
+    weights, optimizer = start(), optax.adamw(1e-2)
+    versions, state = (weights,) * (steps + 1), optimizer.init(weights)
+    losses = []
+    for n in range(count):
+        versions, state, loss = step(versions, state, batch(n))
+        losses.append(loss)
+    return jaxpp.gather((versions, state, losses))
+
+
+ORDERS = [jaxpp.schedules.OneFOneB(), jaxpp.schedules.ZeroBubbleH1()]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_delayed_step_is_the_delayed_loop_to_the_bit(order, steps):
+    """On a mesh of two ranks and on one device; it is certified, and differs from no delay."""
+    optimizer = optax.adamw(1e-2)
+    delayed = jaxpp.delay(step_of(grad_fn(order), optimizer), steps)
+    one = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+    results = [
+        run(jaxpp.place(step, mesh), steps)
+        for step, mesh in (
+            (delayed, jaxpp.MpmdMesh((2,))),
+            (delayed, one),
+            (by_hand(grad_fn(order), optimizer, steps), one),
+        )
+    ]
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], other)
+    args = (start(),) * (steps + 1), optimizer.init(start()), batch(0)
+    jaxpp.certify(jaxpp.place(delayed, jaxpp.MpmdMesh((2,))), *args)
+    plain = run(jaxpp.place(jaxpp.delay(step_of(grad_fn(order), optimizer), 0), one), 0)
+    assert np.any(np.asarray(plain[2]) != np.asarray(results[0][2]))
+
+
+def test_a_plain_function_is_delayed_before_anything_is_scheduled():
+    optimizer = optax.adamw(1e-2)
+    found = run(jax.jit(jaxpp.delay(step_of(grad_fn(), optimizer))), 1)
+    expected = run(jax.jit(by_hand(grad_fn(), optimizer, 1)), 1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+def test_what_cannot_be_delayed_says_why():
+    step = step_of(grad_fn(), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"takes a tuple of 2 versions .* begin with \(weights,\)"):
+        jaxpp.delay(step)((start(),), (), batch(0))
+    with pytest.raises(ValueError, match="steps is at least 0, got -1"):
+        jaxpp.delay(step, -1)
+    with pytest.raises(ValueError, match="has no loop of microbatches"):
+        jaxpp.delay(lambda w, x: w - x)((1.0 * jnp.ones(2),) * 2, jnp.ones(2))
