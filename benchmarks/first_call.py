@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpp
 from benchmarks.equal_blocks import train_step_of
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.runtime.executor._compile import clear_cache
 from jaxpp.transforms.graph import assign, lower
 from jaxpp.transforms.place import _build_graph, _lower_step
@@ -250,7 +250,7 @@ def parts(case: Case) -> str:
     found, known = {}, 0.0
     for name, fun in case.transforms().items():
         jax.clear_caches()
-        whole = timed(lambda: _jaxprs.trace(fun, (model, batch)))[1][1]  # noqa: B023
+        whole = timed(lambda: jaxprs.trace(fun, (model, batch)))[1][1]  # noqa: B023
         found[name], known = whole - known, whole
     programs = case.placed().lower(*arguments)
     before, *_ = programs.passes.values()

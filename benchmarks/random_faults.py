@@ -3,8 +3,8 @@
     python -m benchmarks.random_faults --count=300
     python -m benchmarks.random_faults --count=300 --transport=jax
 
-Trains on worker processes while a fault of one of nine kinds befalls the run at a random moment (see
-`faults.py`). In each run the error has to come in time and name the rank; then the mesh is
+Trains on worker processes while one of nine kinds of faults befalls the run at a random moment
+(see `faults.py`). In each run the error has to come in time and name the rank; then the mesh is
 restarted, the last checkpoint loaded, and the training has to end with the bits of an undisturbed
 one. Prints a table of the kinds:
 

@@ -25,7 +25,7 @@ Before it runs, and after:
 
 from typing import TYPE_CHECKING as TYPE_CHECKING
 
-from jaxpp._late import __dir__ as __dir__
+from jaxpp._spellings import __dir__ as __dir__
 from jaxpp._version import __version__ as __version__
 from jaxpp.runtime import MpmdMesh as MpmdMesh
 from jaxpp.runtime import RankError as RankError
@@ -45,4 +45,4 @@ from jaxpp.runtime import save_state as save_state
 if TYPE_CHECKING:  # else `__getattr__` imports them, when a program first asks for one
     from jaxpp._names import *  # noqa: F403
 else:  # an editor that knew of it would take any name for one of ours
-    from jaxpp._late import __getattr__ as __getattr__
+    from jaxpp._spellings import __getattr__ as __getattr__

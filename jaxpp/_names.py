@@ -4,8 +4,6 @@ from jaxpp import extend as extend
 from jaxpp import precision as precision
 from jaxpp import schedules as schedules
 from jaxpp import testing as testing
-from jaxpp._conveniences import accumulate_grads as accumulate_grads
-from jaxpp._conveniences import pipelined as pipelined
 from jaxpp.certification import Certificate as Certificate
 from jaxpp.certification import Refuted as Refuted
 from jaxpp.certification import Undecided as Undecided
@@ -23,8 +21,10 @@ from jaxpp.planning import plan_layers as plan_layers
 from jaxpp.planning import predict as predict
 from jaxpp.planning import profile as profile
 from jaxpp.transforms import Operator as Operator
+from jaxpp.transforms import accumulate_grads as accumulate_grads
 from jaxpp.transforms import microbatch as microbatch
 from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage
+from jaxpp.transforms import pipelined as pipelined
 from jaxpp.transforms import place as place
 from jaxpp.transforms import schedule as schedule
 from jaxpp.transforms import split_stages as split_stages

@@ -1,11 +1,15 @@
-"""Names of other systems that people type here: the error names ours."""
+"""Names that people type: ours, imported when first asked for, and those of other systems."""
 
 import functools
+import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
+from typing import Any
 
 from jaxpp import schedules
-from jaxpp._typing import P, R
+from jaxpp.jaxprs import P, R
 
 _OURS = {
     "Std1F1B": "jaxpp.schedules.OneFOneB()",
@@ -63,3 +67,24 @@ def ours_for(name: str) -> str:
     if name in vars(schedules):
         return f"jaxpp.schedules.{name}, whose number of stages is read off the function"
     return _OURS.get(name, "")
+
+
+def __getattr__(name: str) -> Any:
+    package = sys.modules["jaxpp"]
+    if not name.startswith("_"):
+        if importlib.util.find_spec(f"jaxpp.{name}"):
+            return importlib.import_module(f"jaxpp.{name}")
+        vars(package).update(_public())
+        if name in vars(package):
+            return vars(package)[name]
+    hint = f"; use {ours}." if (ours := ours_for(name)) else "."
+    raise AttributeError(f"module 'jaxpp' has no attribute {name!r}{hint}", name=name, obj=package)
+
+
+def __dir__() -> list[str]:
+    return sorted({*vars(sys.modules["jaxpp"]), *_public()} - {"TYPE_CHECKING"})
+
+
+def _public() -> dict[str, Any]:
+    names = vars(importlib.import_module("jaxpp._names"))  # a worker process saves this second
+    return {name: value for name, value in names.items() if not name.startswith("_")}

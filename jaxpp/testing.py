@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _jaxprs, _next
+from jaxpp import jaxprs
 from jaxpp._program import Bundle, Message
 
 #: The kinds of arrays that ranks send each other: see `count_sends`.
@@ -242,7 +242,7 @@ def _check_equal(step: int, got, want, bundle: Bundle | None, tolerance) -> None
     number = itertools.count()
     differences = []
     for (path, x), y in zip(ours, theirs, strict=True):
-        place = _place_of(bundle, next(number)) if _jaxprs.is_array(x) else ""
+        place = _place_of(bundle, next(number)) if jaxprs.is_array(x) else ""
         if difference := _difference(x, y, tolerance):
             differences.append(f"result{jtu.keystr(path)}{place} {difference}")
     if differences:
@@ -265,7 +265,7 @@ def _place_of(bundle: Bundle | None, number: int) -> str:
 
 def _difference(got: Any, want: Any, tolerance: tuple[float, float] | None) -> str | None:
     """Says in words how a leaf differs from the reference's; None if it does not."""
-    if not (_jaxprs.is_array(got) and _jaxprs.is_array(want)):
+    if not (jaxprs.is_array(got) and jaxprs.is_array(want)):
         same = got is want or (type(got) is type(want) and got == want)
         return None if same else f"is {got!r}, but {want!r} in the reference."
     if _type(got) != _type(want):
@@ -318,7 +318,7 @@ def _describe(x: Any) -> str:
 
 
 def _default_rtol(tree: Any) -> float:
-    types = {x.dtype for x in jtu.tree_leaves(tree) if _jaxprs.is_array(x)}
+    types = {x.dtype for x in jtu.tree_leaves(tree) if jaxprs.is_array(x)}
     resolutions = [float(jnp.finfo(d).resolution) for d in types if jnp.issubdtype(d, jnp.inexact)]
     return min(10 * max(resolutions, default=0.0), 1e-2)
 
@@ -331,14 +331,14 @@ def _replacements(
 ) -> dict[int, Any]:
     """Finds the parts of a result that are the next step's arguments, by argument's position."""
     donated, arguments = _donated(args, bundle), {}
-    for j, tree in enumerate(_next.numbered(tuple(args))):
-        may_be = _next.numbers(tree) and (j in donated or not isinstance(tree, _next.Leaf))
+    for j, tree in enumerate(jaxprs.number_leaves(tuple(args))):
+        may_be = jaxprs.leaf_numbers(tree) and (j in donated or not isinstance(tree, jaxprs.Leaf))
         if may_be if num_state is None else j < num_state:
             arguments[j] = tree
-    arrays = list(filter(_jaxprs.is_array, jtu.tree_leaves(result)))
+    arrays = list(filter(jaxprs.is_array, jtu.tree_leaves(result)))
     found = {
-        j: jtu.tree_map(lambda x: arrays[x.number] if isinstance(x, _next.Leaf) else x, part)
-        for j, part in _next.next_values(arguments, _next.numbered(result)).items()
+        j: jtu.tree_map(lambda x: arrays[x.number] if isinstance(x, jaxprs.Leaf) else x, part)
+        for j, part in jaxprs.next_values(arguments, jaxprs.number_leaves(result)).items()
     }
     if num_state is not None and (others := arguments.keys() - found):
         raise ValueError(
@@ -347,7 +347,7 @@ def _replacements(
         )
     for j, node in found.items():
         for path, x in jtu.tree_leaves_with_path(node):
-            is_float = _jaxprs.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+            is_float = jaxprs.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
             if is_float and np.isnan(_fetch(x)).any():
                 raise AssertionError(
                     f"{where}: what replaces args[{j}]{jtu.keystr(path)} has a NaN, so that "
@@ -360,7 +360,7 @@ def _donated(args: Sequence[Any], bundle: Bundle | None) -> set[int]:
     """Finds the positions of donated arguments."""
     if bundle is None:
         return set()
-    owners = [j for j, arg in enumerate(args) for x in jtu.tree_leaves(arg) if _jaxprs.is_array(x)]
+    owners = [j for j, arg in enumerate(args) for x in jtu.tree_leaves(arg) if jaxprs.is_array(x)]
     return {owners[a.array] for a in bundle.arguments if a.donated}
 
 
@@ -375,7 +375,7 @@ def _varied(tree: Any, step: int) -> Any:
     """Makes other data of the same types: folds keys with the step, rolls other arrays by it."""
 
     def vary(x):
-        if not _jaxprs.is_array(x):
+        if not jaxprs.is_array(x):
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             folded = jax.vmap(lambda key: jax.random.fold_in(key, step))(x.reshape(-1))
@@ -417,7 +417,7 @@ def _arguments(bundle: Bundle, argument: Any) -> list[int]:
         leaves = [
             (jtu.keystr(path), _type(x))
             for path, x in jtu.tree_leaves_with_path(argument)
-            if _jaxprs.is_array(x)
+            if jaxprs.is_array(x)
         ]
         whole = _whole_arguments(bundle)
         types = {path: own for path, (own, _) in whole.items()}

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(jaxpp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 #: Reads a source file, each once.
 parsed = functools.cache(ast.parse)
-GROUND = ("_compat", "_jaxprs", "_primitives", "_program")
+GROUND = ("_compat", "_program", "_specs", "jaxprs")
 
 
 def name_of(path):
@@ -68,7 +68,7 @@ def private_names(source):
                 root = root.value
             if isinstance(root, ast.Name) and root.id in aliases:
                 found.append(ast.unparse(node))
-    found += re.findall(r"""import_module\(["']jax[\w.]*\._\w+""", source)
+    found += re.findall(r"""import_module\(["']jax(?!pp)[\w.]*\._\w+""", source)
     return found
 
 
@@ -106,10 +106,11 @@ def test_versions_are_tested_in_compat_only():
 
 FORBIDDEN = {
     "ground": ["jaxpp.transforms", "jaxpp.runtime", "jaxpp.planning"],
+    "jaxprs": ["jaxpp.transforms", "jaxpp.runtime", "jaxpp.planning"],
     "schedules": ["jax", "jaxlib", "equinox", "jaxpp.transforms", "jaxpp.runtime", "jaxpp.planning",
                   *(f"jaxpp.{name}" for name in GROUND)],
     "transforms": ["jaxpp.runtime", "jaxpp.planning", "jaxpp.certification", "ray"],
-    "certification": ["jaxpp.runtime", "jaxpp.planning", "jaxpp._primitives", "ray"],
+    "certification": ["jaxpp.runtime", "jaxpp.planning", "jaxpp.jaxprs.primitives", "ray"],
     "runtime": ["jaxpp.planning", "jaxpp.certification"],
     "planning": ["jaxpp.certification", "ray"],
 }  # fmt: skip
@@ -137,7 +138,7 @@ def test_imports_run_one_way():
     ("layer", "source"),
     [
         ("schedules", "import jax.numpy as jnp"),
-        ("schedules", "def f():\n    from jaxpp import _jaxprs"),
+        ("schedules", "def f():\n    from jaxpp import jaxprs"),
         ("transforms", "from jaxpp.runtime import MpmdMesh"),
         ("transforms", "from jaxpp import runtime"),
         ("runtime", "from jaxpp.planning import measure"),
@@ -146,6 +147,38 @@ def test_imports_run_one_way():
 )
 def test_a_wrong_import_would_be_found(layer, source):
     assert wrong_imports(layer, source)
+
+
+#: What the certificate may take of jaxprs: tracing, reading, contexts; no rule, no pass.
+READING = {
+    "Aval", "Eqn", "Literal", "Traced", "by_definition", "describe_function", "is_array",
+    "is_literal", "opened", "run", "sub_jaxprs", "trace", "without_collections", "without_mesh",
+}  # fmt: skip
+
+
+def taken_of_jaxprs(source):
+    """The names of the room of jaxprs that a file uses."""
+    tree = parsed(source)
+    found = {
+        name.removeprefix("jaxpp.jaxprs.") for name in imports(tree) if "jaxpp.jaxprs." in name
+    }
+    return found | {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "jaxprs"
+    }
+
+
+def test_the_certificate_shares_no_rule_with_what_it_checks():
+    files = [p for p in FILES if layer_of(p) == "certification"]
+    assert not found_in(lambda p: taken_of_jaxprs(p.read_text()) - READING, files)
+
+
+@pytest.mark.parametrize(
+    "source", ["from jaxpp.jaxprs import primitives", "jaxprs.inline(x)", "jaxprs.structure"]
+)
+def test_a_shared_rule_would_be_found(source):
+    assert taken_of_jaxprs(source) - READING
 
 
 def test_every_folder_is_a_known_layer():
@@ -160,7 +193,7 @@ FACES = [name_of(p) for p in FILES if p.name == "__init__.py"]
 ROOMS = [
     name
     for name in FACES
-    if re.match(r"jaxpp\.(transforms\.|runtime\.|planning$|certification$)", name)
+    if re.match(r"jaxpp\.(jaxprs$|transforms\.|runtime\.|planning$|certification$)", name)
 ]  # those of the schedules are not there yet
 
 
@@ -298,7 +331,7 @@ def test_something_else_would_be_found(source):
 
 def test_modules_are_private_but_for_those_that_users_import():
     public = [p.stem for p in FILES if not p.stem.startswith("_")]
-    assert set(public) <= {"testing", "building_blocks", "precision", "extend"}
+    assert set(public) <= {"testing", "building_blocks", "precision", "extend", "primitives"}
 
 
 # ---- documentation ------------------------------------------------------------------------------

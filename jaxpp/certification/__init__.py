@@ -1,8 +1,8 @@
 """Proves of a placed step, before it is compiled, that it computes its function.
 
 It takes tracing from the compiler: `Lowered.retrace` traces the function, and the transforms ask
-`jaxpp._definitions` for what stands in their place. From the files below it takes types of data
-(`_program`, `_typing`), helpers for jaxprs (`_jaxprs`, `_specs`) and `_compat`. It shares no rule
+`jaxprs.by_definition` for what stands in their place. From the files below it takes types of data
+(`_program`), helpers for jaxprs (`jaxprs`, `_specs`) and `_compat`. It shares no rule
 and no table with the passes: what is elementwise is asked of `jax.vmap`.
 """
 

@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._ambient import without_mesh
-from jaxpp._garbage import without_collections
+from jaxpp import _compat, jaxprs
 from jaxpp._program import PROVIDED
 from jaxpp.certification import _definition
 from jaxpp.certification._certificate import Certificate
 from jaxpp.certification._proof import EDITED, How, Lowered, Proof, retraced
 from jaxpp.certification._refuted import Refuted, Undecided
+from jaxpp.jaxprs import without_collections, without_mesh
 
 
 def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certificate:
@@ -74,7 +73,8 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     lowered: Any = step.lower(*args, **kwargs) if hasattr(step, "lower") else None
     if not hasattr(lowered, "bundle"):
         raise TypeError(
-            f"certify: takes a placed step, got {_jaxprs.described(step)}; apply jaxpp.place first"
+            f"certify: takes a placed step, got {jaxprs.describe_function(step)}; apply "
+            f"jaxpp.place first"
         )
     return certify_lowered(lowered, passes=passes)
 
@@ -139,7 +139,7 @@ def _deep_recursion() -> Iterator[None]:
 
 def _prove(
     lowered: Lowered,
-    function: _jaxprs.Traced | None,
+    function: jaxprs.Traced | None,
     rules: list[str],
     whole: frozenset[int],
     passes: bool,
@@ -167,7 +167,7 @@ def _prove(
 _UNROLLED, _TRIED_AGAIN = 8, 128
 
 
-def _uncut_lengths(lowered: Lowered, function: _jaxprs.Traced | None) -> frozenset[int]:
+def _uncut_lengths(lowered: Lowered, function: jaxprs.Traced | None) -> frozenset[int]:
     """The lengths of scans that are in the function, the step after each pass, and the programs.
 
     A scan that a pass cuts is shorter after it.
@@ -175,13 +175,13 @@ def _uncut_lengths(lowered: Lowered, function: _jaxprs.Traced | None) -> frozens
     seen = dict[int, set[int]]()
 
     def lengths(jaxpr):
-        opened = _jaxprs.opened(jaxpr)
+        opened = jaxprs.opened(jaxpr)
         if id(opened) not in seen:
             own = seen[id(opened)] = set()
             for eqn in opened.eqns:
                 if eqn.primitive.name == "scan" and eqn.params["length"] > _UNROLLED:
                     own.add(eqn.params["length"])
-                for inner in _jaxprs.sub_jaxprs(eqn):
+                for inner in jaxprs.sub_jaxprs(eqn):
                     own |= lengths(inner)
         return seen[id(opened)]
 

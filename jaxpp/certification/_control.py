@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpp import _compat
-from jaxpp._typing import Eqn
 from jaxpp.certification._table import Term, name_of
+from jaxpp.jaxprs import Eqn
 
 if TYPE_CHECKING:
     from jaxpp.certification._evaluate import Evaluator
@@ -159,10 +159,10 @@ def _whole_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
 
 def linear_solve(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequence[Term]:
     """The function that solves a linear system; what differentiates it has no part in it."""
-    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    bodies, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     before = lengths.matvec + lengths.vecmat
     systems = args[before + lengths.solve + lengths.transpose_solve :]
-    return evaluator.run(jaxprs.solve, [*args[before:][: lengths.solve], *systems])
+    return evaluator.run(bodies.solve, [*args[before:][: lengths.solve], *systems])
 
 
 def _grouped(effects: Sequence[Term], ordered: Sequence[bool]) -> Iterator[tuple[list[Term], bool]]:

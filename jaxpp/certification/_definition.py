@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpp import _compat, _definitions, _jaxprs, _specs
+from jaxpp import _compat, _specs, jaxprs
 
 #: The name of values whose rows are microbatches.
 SLICES = "slices"
@@ -41,7 +41,7 @@ def _microbatch(
     fun: Callable,
     count: int,
     in_axes: Any,
-    reduce: Callable[[Callable[[], _jaxprs.Traced]], Any],
+    reduce: Callable[[Callable[[], jaxprs.Traced]], Any],
     accumulator_dtype: Any,
     replicas: int,
     merge: Any,
@@ -69,15 +69,15 @@ def _microbatch(
         inputs, roles = [], []
         for n, axis in enumerate(_axes(fun, in_axes, args, kwargs)):
             x = numbers[n] if axis == "carry" else leaves[n]
-            if not _jaxprs.is_array(x):
+            if not jaxprs.is_array(x):
                 continue
             is_cut = isinstance(axis, int)
             inputs.append(_slices(x, axis, count) if is_cut else x)
             roles.append("slice" if is_cut else axis or "whole")
             leaves[n] = _specs.types_of(lambda x: x[0], inputs[-1]) if is_cut else x
-        trace = functools.partial(_jaxprs.trace, own, [jtu.tree_unflatten(tree, leaves)])
+        trace = functools.partial(jaxprs.trace, own, [jtu.tree_unflatten(tree, leaves)])
         traced = trace()
-        with _definitions.by_definition({}):
+        with jaxprs.by_definition({}):
             reduce_by = reduce(trace)
         outputs = traced.rebuild(_specs.type_of(v.aval) for v in traced.jaxpr.jaxpr.outvars)
         how = _of_arrays(reduce_by, outputs)
@@ -194,7 +194,7 @@ def _run(
         given = {"whole": iter(wholes), "carry": iter(carry), "slice": iter(one)}
         own = [next(given[role]) for role in roles]
         types = [v.aval.dtype for v in jaxpr.jaxpr.invars]
-        outputs = _jaxprs.run(jaxpr, *map(_as, own, types))
+        outputs = jaxprs.run(jaxpr, *map(_as, own, types))
         return [y for y, op in zip(outputs, how, strict=True) if op == "carry"], outputs
 
     def of_group(slices, start=0):

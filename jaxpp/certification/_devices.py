@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Eqn
+from jaxpp import _compat, jaxprs
 from jaxpp.certification import _equations
 from jaxpp.certification._table import Term, inputs_of, name_of
 from jaxpp.certification._terms import moved_to_front
+from jaxpp.jaxprs import Eqn
 
 if TYPE_CHECKING:
     from jaxpp.certification._evaluate import Evaluator
@@ -34,7 +34,7 @@ def shard_map(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequenc
     body = eqn.params["jaxpr"]
     specs = [*eqn.params["in_specs"], *eqn.params["out_specs"]]
     names = {axis for spec in specs for entry in spec for axis in _axes_of(entry)}
-    names |= {axis for inner in _jaxprs.opened(body).eqns for axis in _named_in(inner)}
+    names |= {axis for inner in jaxprs.opened(body).eqns for axis in _named_in(inner)}
     mesh = eqn.params["mesh"]
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     if not names <= sizes.keys():
@@ -69,7 +69,7 @@ def _is_collective(eqn: Eqn) -> bool:
 def _named_in(eqn: Eqn) -> set[str]:
     """The axes that an equation names, or one inside it."""
     own = {axis for axis in _own_axes(eqn) if isinstance(axis, str)}
-    inner = (e for sub in _jaxprs.sub_jaxprs(eqn) for e in sub.eqns)
+    inner = (e for sub in jaxprs.sub_jaxprs(eqn) for e in sub.eqns)
     return own.union(*map(_named_in, inner))
 
 
@@ -158,13 +158,13 @@ class _Devices:
         Raises:
             _Unknown: there is no rule for something in it.
         """
-        opened, all_devices = _jaxprs.opened(jaxpr), range(len(self.positions))
+        opened, all_devices = jaxprs.opened(jaxpr), range(len(self.positions))
         known = dict(zip(inputs_of(jaxpr), args, strict=True))
         for v, value in zip(opened.constvars, _compat.constants_of(jaxpr), strict=False):
             known[v] = (self.terms.constant(value),) * len(all_devices)
 
         def read(atom) -> Parts:
-            if _jaxprs.is_literal(atom):
+            if jaxprs.is_literal(atom):
                 return (self.terms.of_literal(atom),) * len(all_devices)
             return known[atom]
 

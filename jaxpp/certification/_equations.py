@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat
-from jaxpp._typing import Eqn
 from jaxpp.certification import _control
 from jaxpp.certification._definition import SLICES
 from jaxpp.certification._rows import ALL
 from jaxpp.certification._table import MADE_HERE, SMALL, Term, full_of, name_of
 from jaxpp.certification._terms import REDUCTIONS, moved_to_front
+from jaxpp.jaxprs import Eqn
 
 if TYPE_CHECKING:
     from jaxpp.certification._evaluate import Evaluator

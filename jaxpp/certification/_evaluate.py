@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp.certification import _control, _devices, _equations
 from jaxpp.certification._definition import microbatch_of
 from jaxpp.certification._parameters import Parameters
@@ -212,13 +212,13 @@ def _needed(jaxpr: Any) -> list[Any]:
 def _only_cuts(eqn: Any) -> bool:
     """Tells whether an equation does no more than to cut its operands, or to count."""
     if eqn.primitive.name in _equations.CALLS:
-        return all(map(_only_cuts, _jaxprs.opened(_equations.body_of(eqn)).eqns))
+        return all(map(_only_cuts, jaxprs.opened(_equations.body_of(eqn)).eqns))
     counts = all(v.aval.shape == () and v.aval.dtype in ("int32", "bool") for v in eqn.outvars)
     return eqn.primitive.name in ("dynamic_slice", "squeeze") or (counts and not eqn.effects)
 
 
 def _is_variable(atom: Any) -> bool:
-    return not _jaxprs.is_literal(atom)
+    return not jaxprs.is_literal(atom)
 
 
 #: A rule, its equation, and the slots of its operands and its results.
@@ -230,18 +230,18 @@ class _Code:
 
     def __init__(self, evaluator: Evaluator, jaxpr: Any):
         self.evaluator, self.jaxpr = evaluator, jaxpr  # which keeps the jaxpr alive
-        terms, opened = evaluator.terms, _jaxprs.opened(jaxpr)
+        terms, opened = evaluator.terms, jaxprs.opened(jaxpr)
         number: dict[Any, int] = {}
         self.values: list[Term] = []
 
         def slot(atom):
-            if not _jaxprs.is_literal(atom):
+            if not jaxprs.is_literal(atom):
                 if atom in number:
                     return number[atom]
                 number[atom] = len(self.values)
             self.values.append(
                 terms.of_literal(atom)
-                if _jaxprs.is_literal(atom)
+                if jaxprs.is_literal(atom)
                 else terms.nothing(atom.aval.shape, name_of(atom.aval.dtype))
             )
             return len(self.values) - 1

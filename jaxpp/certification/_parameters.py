@@ -14,9 +14,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Eqn
+from jaxpp import _compat, jaxprs
 from jaxpp.certification._table import inputs_of, name_of
+from jaxpp.jaxprs import Eqn
 
 if TYPE_CHECKING:
     from jaxpp.certification._evaluate import Evaluator
@@ -52,7 +52,7 @@ class Parameters:
         Args:
             *traces: the jaxprs of each trace.
         """
-        self._shared = set.intersection(*({*_objects_in(jaxprs)} for jaxprs in traces))
+        self._shared = set.intersection(*({*_objects_in(trace)} for trace in traces))
 
     def key(self, value: Any) -> Any:
         """A hashable key of a parameter."""
@@ -172,15 +172,15 @@ def _slots_of(cls: type) -> Sequence[str]:
     return [n for n in names if n not in ("__weakref__", "__dict__")]
 
 
-def _objects_in(jaxprs: Iterable[Any]) -> Iterator[int]:
+def _objects_in(trace: Iterable[Any]) -> Iterator[int]:
     """The ids of what the parameters of equations lead to, and what a callback may change."""
-    stack, seen, opened = list[Any](), dict[int, Any](), list(map(_jaxprs.opened, jaxprs))
+    stack, seen, opened = list[Any](), dict[int, Any](), list(map(jaxprs.opened, trace))
     while opened:
         jaxpr = opened.pop()
         if id(jaxpr) not in seen:
             seen[id(jaxpr)] = jaxpr  # which stays, and keeps its id
             for eqn in jaxpr.eqns:
-                opened += _jaxprs.sub_jaxprs(eqn)
+                opened += jaxprs.sub_jaxprs(eqn)
                 stack += [v for v in eqn.params.values() if not isinstance(v, _PLAIN)]
     while stack:
         value = stack.pop()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxpp import _definitions, _jaxprs
+from jaxpp import jaxprs
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp.certification import _definition
 from jaxpp.certification._evaluate import Evaluator
@@ -46,16 +46,16 @@ class Lowered(Protocol):
         ...
 
     @property
-    def retrace(self) -> Callable[[], _jaxprs.Traced]:
+    def retrace(self) -> Callable[[], jaxprs.Traced]:
         """Traces the function again, as when it was lowered."""
         ...
 
 
 def retraced(
     lowered: Lowered, definitions: Mapping[str, Callable[..., Any]], rules: list[str]
-) -> _jaxprs.Traced:
+) -> jaxprs.Traced:
     edits = _definition.unedited(rules)
-    with _definitions.by_definition({**definitions, "edit_loops": edits}):
+    with jaxprs.by_definition({**definitions, "edit_loops": edits}):
         return lowered.retrace()
 
 
@@ -92,7 +92,7 @@ class Proof:
     def __init__(
         self,
         lowered: Lowered,
-        function: _jaxprs.Traced,
+        function: jaxprs.Traced,
         whole: frozenset[int],
         scheduled: bool = False,
     ):
@@ -146,7 +146,7 @@ class Proof:
             t for t, ordered in happened if ordered
         ]
 
-    def _run_traced(self, traced: _jaxprs.Traced) -> Sequence[Term]:
+    def _run_traced(self, traced: jaxprs.Traced) -> Sequence[Term]:
         self.evaluator.start()
         self.terms.where = "the function"
         closed_over = map(self.terms.constant, traced.inputs[: traced.num_closed_over])

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Literal
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Literal
 
 Shape = tuple[int, ...]
 
@@ -45,7 +45,7 @@ def shown(own: tuple[Any, ...]) -> str:
 
 def inputs_of(jaxpr: Any) -> list[Any]:
     """The inputs of a jaxpr; an open one takes its constants as the first."""
-    opened = _jaxprs.opened(jaxpr)
+    opened = jaxprs.opened(jaxpr)
     return [*(() if _compat.constants_of(jaxpr) else opened.constvars), *opened.invars]
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxpp import _html
+from jaxpp import _messages
 from jaxpp._program import REDUCTION, Bundle, Program, Run, Send
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._links import ring_bytes
@@ -135,7 +135,7 @@ class Beside:
         return "\n".join(f"{a:6}{b:>14}{c:>14}{d:>8}" for a, b, c, d in [header, *self._cells()])
 
     def _repr_html_(self) -> str:
-        return _html.table(["", "predicted ms", "measured ms", "ratio"], self._cells())
+        return _messages.html_table(["", "predicted ms", "measured ms", "ratio"], self._cells())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws both timelines on one axis.

@@ -5,6 +5,8 @@ reductions. tasks: what the loop's tasks compute. inside: axes inside a rank. in
 arguments. place: a whole step, from a function to the programs of the ranks.
 """
 
+from jaxpp.transforms._conveniences import accumulate_grads as accumulate_grads
+from jaxpp.transforms._conveniences import pipelined as pipelined
 from jaxpp.transforms.microbatch import Operator as Operator
 from jaxpp.transforms.microbatch import microbatch as microbatch
 from jaxpp.transforms.place import place as place

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from jaxpp import _compat, _jaxprs, _specs
+from jaxpp import _compat, _specs, jaxprs
 from jaxpp._program import Fed
 
 # ---- positions -----------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Signature:
             if aval is None:
                 if leaf is not value and (type(leaf) is not type(value) or leaf != value):
                     return False
-                if _jaxprs.is_array(leaf):
+                if jaxprs.is_array(leaf):
                     return False
             elif isinstance(leaf, jax.Array):
                 own = leaf.aval
@@ -177,7 +177,7 @@ def with_arrays(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any
 
 def _is_traced(leaf: Any, number: bool) -> bool:
     """Tells whether a leaf is traced; `number` says whether a number that stands there is."""
-    return _jaxprs.is_array(leaf) or (number and _is_number(leaf))
+    return jaxprs.is_array(leaf) or (number and _is_number(leaf))
 
 
 def _is_number(leaf: Any) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Argument, Result, Role, counted
 from jaxpp._specs import axis_sizes
-from jaxpp._typing import Var
+from jaxpp.jaxprs import Var
 
 #: When an equation runs: if each of these variables has its number.
 Guard = tuple[tuple[Var, int], ...]
@@ -146,7 +146,7 @@ def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Var]) -> dict[Var, str]
     if not variables:
         return {}
     opened = jaxpr.jaxpr
-    read = set(_jaxprs.variables([*opened.outvars, *(v for e in opened.eqns for v in e.invars)]))
+    read = set(jaxprs.variables([*opened.outvars, *(v for e in opened.eqns for v in e.invars)]))
     named = [v for v in variables if v in read]
     # A variable has its name from where the text has it first; the results come last.
     own = _compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars])

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from jaxpp import _compat, _jaxprs, schedules
+from jaxpp import _compat, jaxprs, schedules
 from jaxpp._program import Bundle, Free, Run
 from tests.helpers import mesh_of
 
@@ -91,7 +91,7 @@ def skipped(bundle: Bundle, wanted: Callable) -> Bundle:
     computations = []
     for computation in bundle.computations:
         inside = computation.jaxpr.jaxpr
-        known, eqns = _jaxprs.Substitution(), []
+        known, eqns = jaxprs.Substitution(), []
         for eqn in map(known.rename, inside.eqns):
             if wanted(eqn):
                 known.of.update(zip(eqn.outvars, eqn.invars, strict=True))
@@ -104,7 +104,7 @@ def skipped(bundle: Bundle, wanted: Callable) -> Bundle:
 
 def by(fun: Callable) -> Callable:
     """A change: a function of the operands in place of the equation."""
-    return lambda eqn: _jaxprs.splice(fun, eqn.invars, eqn.outvars, eqn)
+    return lambda eqn: jaxprs.splice(fun, eqn.invars, eqn.outvars, eqn)
 
 
 def with_params(**params: Any) -> Callable:
@@ -115,7 +115,7 @@ def on_operand(fun: Callable, k: int = 0) -> Callable:
     """A change: a function of operand `k` in place of that operand."""
 
     def change(eqn):
-        eqns, (new,) = _jaxprs.record(fun, [eqn.invars[k]])
+        eqns, (new,) = jaxprs.record(fun, [eqn.invars[k]])
         return [*eqns, eqn.replace(invars=[*eqn.invars[:k], new, *eqn.invars[k + 1 :]])]
 
     return change
@@ -123,10 +123,10 @@ def on_operand(fun: Callable, k: int = 0) -> Callable:
 
 def on_result(fun: Callable) -> Callable:
     def change(eqn):
-        new = _jaxprs.fresh_var(eqn.outvars[0])
+        new = jaxprs.fresh_var(eqn.outvars[0])
         return [
             eqn.replace(outvars=[new, *eqn.outvars[1:]]),
-            *_jaxprs.splice(fun, [new], eqn.outvars[:1]),
+            *jaxprs.splice(fun, [new], eqn.outvars[:1]),
         ]
 
     return change
@@ -183,8 +183,8 @@ def test_a_result_counts_on_each_of_its_ranks(rank):
     old = bundle.computations[run.computation]
     outvars = list(old.jaxpr.jaxpr.outvars)
     k = run.outputs.index(slot)
-    new = _jaxprs.fresh_var(outvars[k])
-    eqns = [*old.jaxpr.eqns, *_jaxprs.splice(lambda v: 100.0 - v, [outvars[k]], [new])]
+    new = jaxprs.fresh_var(outvars[k])
+    eqns = [*old.jaxpr.eqns, *jaxprs.splice(lambda v: 100.0 - v, [outvars[k]], [new])]
     outvars[k] = new
     jaxpr = _compat.make_closed_jaxpr(old.jaxpr.jaxpr.invars, outvars, eqns)
     instructions = list(program.instructions)
@@ -275,7 +275,7 @@ def test_a_computation_keeps_the_weak_type_of_a_result():
         for k, v in enumerate(outvars):
             if getattr(v.aval, "weak_type", False):
                 strong = jex_var(v.aval.update(weak_type=False), v)
-                eqns += _jaxprs.splice(lambda x: x + jnp.zeros((), x.dtype), [v], [strong])
+                eqns += jaxprs.splice(lambda x: x + jnp.zeros((), x.dtype), [v], [strong])
                 outvars[k] = strong
         jaxpr = _compat.make_closed_jaxpr(computation.jaxpr.jaxpr.invars, outvars, eqns)
         computations.append(dataclasses.replace(computation, jaxpr=jaxpr))
@@ -399,7 +399,7 @@ def test_a_difference_wraps_before_it_is_widened():
                 def widened(*args):
                     return jnp.subtract(*(jnp.asarray(a).astype(jnp.int32) for a in args))
 
-                eqns[i : i + 1] = _jaxprs.splice(widened, sub.invars, eqn.outvars)
+                eqns[i : i + 1] = jaxprs.splice(widened, sub.invars, eqn.outvars)
         jaxpr = _compat.with_equations(computation.jaxpr, eqns)
         wrong.append(dataclasses.replace(computation, jaxpr=jaxpr))
     refuses(lowered, dataclasses.replace(lowered.bundle, computations=tuple(wrong)))
@@ -452,7 +452,7 @@ def test_parts_of_complex_numbers_do_not_commute():
     wrong = edited(
         lowered.bundle,
         named(*swapped),
-        lambda e: _jaxprs.splice(swapped[e.primitive.name], e.invars, e.outvars),
+        lambda e: jaxprs.splice(swapped[e.primitive.name], e.invars, e.outvars),
     )
     refuses(lowered, wrong)
 
@@ -511,9 +511,7 @@ def test_random_bits_of_several_keys_are_not_those_of_each(impl):
             if eqn.primitive.name == "random_bits":
                 at = next(i for i, e in enumerate(eqns) if eqn.outvars[0] in e.invars)
                 bind = functools.partial(eqn.primitive.bind, **eqn.params)
-                new = _jaxprs.splice(
-                    lambda k, bind=bind: bind(k[1:2]), eqn.invars, eqns[at].outvars
-                )
+                new = jaxprs.splice(lambda k, bind=bind: bind(k[1:2]), eqn.invars, eqns[at].outvars)
                 eqns[at : at + 1] = new
         jaxpr = _compat.with_equations(computation.jaxpr, eqns)
         wrong.append(dataclasses.replace(computation, jaxpr=jaxpr))
@@ -548,9 +546,9 @@ def test_a_gather_that_fills_in_is_not_linear():
     a, b = gathers
 
     def once(eqn):
-        total = _jaxprs.fresh_var(a.invars[0])
+        total = jaxprs.fresh_var(a.invars[0])
         return [
-            *_jaxprs.splice(jnp.add, [a.invars[0], b.invars[0]], [total]),
+            *jaxprs.splice(jnp.add, [a.invars[0], b.invars[0]], [total]),
             a.replace(invars=[total, a.invars[1]], outvars=eqn.outvars),
         ]
 
@@ -571,13 +569,13 @@ def test_a_sample_depends_on_how_keys_are_split():
 
     def otherwise(eqn):
         with jax.threefry_partitionable(not eqn.ctx.threefry_partitionable):
-            return _jaxprs.splice(
+            return jaxprs.splice(
                 lambda *args: eqn.primitive.bind(*args, **eqn.params), eqn.invars, eqn.outvars
             )
 
     bundle = lowered.bundle
     computations = tuple(
-        dataclasses.replace(c, jaxpr=_jaxprs.inline(c.jaxpr, lambda e: True))
+        dataclasses.replace(c, jaxpr=jaxprs.inline(c.jaxpr, lambda e: True))
         for c in bundle.computations
     )
     opened = dataclasses.replace(bundle, computations=computations)
@@ -651,7 +649,7 @@ def test_a_collective_keeps_its_parameters(one, name, params):
     lowered = mapped(one)
 
     def change(eqn):
-        body = _jaxprs.opened(eqn.params["jaxpr"])
+        body = jaxprs.opened(eqn.params["jaxpr"])
         eqns = [
             e.replace(params={**e.params, **params}) if e.primitive.name == name else e
             for e in body.eqns
@@ -715,7 +713,7 @@ def test_ordered_effects_of_a_loop_take_turns(name, key):
 
     def apart(eqn):
         one, other = (e for e in eqn.params[key].eqns if e.effects)
-        fresh = list(map(_jaxprs.fresh_var, eqn.outvars))
+        fresh = list(map(jaxprs.fresh_var, eqn.outvars))
         return [
             with_body(eqn, key, lambda e: e is not other).replace(outvars=fresh),
             with_body(eqn, key, lambda e: e is not one),
@@ -935,7 +933,7 @@ def test_effects_of_devices_count_where_there_is_no_rule_for_what_they_compute()
     lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, mapped))(w, x), weights(2), X, mesh=mesh)
 
     def twice(eqn):
-        return [eqn.replace(outvars=list(map(_jaxprs.fresh_var, eqn.outvars))), eqn]
+        return [eqn.replace(outvars=list(map(jaxprs.fresh_var, eqn.outvars))), eqn]
 
     refuses(lowered, edited(lowered.bundle, named("shard_map"), twice))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _definitions
+from jaxpp import jaxprs
 from jaxpp.certification import _definition
 from jaxpp.transforms.microbatch import _arguments, _reductions
 from tests.certification import steps
@@ -16,7 +16,7 @@ X = jax.random.normal(jax.random.key(0), (6, 4))
 
 
 def by_definition(fun, *args, **kwargs):
-    with _definitions.by_definition(_definition.PLAIN):
+    with jaxprs.by_definition(_definition.PLAIN):
         return fun(*args, **kwargs)
 
 

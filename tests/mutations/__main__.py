@@ -44,14 +44,14 @@ LAWS = {
 }
 PLACES = {
     "certify": "tests/certification/test_certify.py",
-    "conveniences": "tests/test_conveniences.py",
-    "jaxprs": "tests/test_jaxprs.py",
+    "conveniences": "tests/transforms/test_conveniences.py",
+    "jaxprs": "tests/jaxprs/test_jaxprs.py",
     "laws": "tests/test_laws.py",
     "mesh": "tests/runtime/local/test_mesh.py",
     "merges": "tests/transforms/microbatch/test_replicas.py",
     "parallelism": "tests/test_parallelism.py",
     "executor": "tests/runtime/executor/test_executor.py",
-    "primitives": "tests/test_primitives.py",
+    "primitives": "tests/jaxprs/test_primitives.py",
     "programs": "tests/programs",
     "replicas": "tests/transforms/inside/test_replicas.py",
     "transforms": "tests/transforms",

@@ -5,7 +5,7 @@ from tests.mutations.mutation import Mutation
 MUTATIONS = (
     Mutation(
         "a sum of zeros and others is taken for zeros",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         "all(zero[KEEPS_ZEROS[name]])",
         "any(zero[KEEPS_ZEROS[name]])",
         tests=("primitives::one_operand_of_zeros_makes_zeros_of_a_product_alone",),
@@ -13,7 +13,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a one is taken for a zero",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         "return np.ndim(atom.val) == 0 and atom.val == 0",
         "return np.ndim(atom.val) == 0",
         tests=(
@@ -24,7 +24,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the configuration is not in the key",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "            eqn.ctx,\n",
         "",
         tests=("identity",),
@@ -32,7 +32,7 @@ MUTATIONS = (
     ),
     Mutation(
         "primitives are known by name",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "eqn.primitive,\n",
         "eqn.primitive.name,\n",
         tests=("identity",),
@@ -40,15 +40,15 @@ MUTATIONS = (
     ),
     Mutation(
         "derivative rules never count",
-        "jaxpp/_jaxprs.py",
-        "eqn.primitive.name in _primitives.CUSTOM_RULES and not differentiable",
-        "eqn.primitive.name in _primitives.CUSTOM_RULES",
+        "jaxpp/jaxprs/_same.py",
+        "eqn.primitive.name in primitives.CUSTOM_RULES and not differentiable",
+        "eqn.primitive.name in primitives.CUSTOM_RULES",
         tests=("identity",),
         kept="nothing differentiates a placed step",
     ),
     Mutation(
         "parameters called name never count",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         'ignored = {"name"} if eqn.primitive.name == "jit" else set()',
         'ignored = {"name"}',
         tests=("identity",),
@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "arrays of one shape are equal",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "return (value.dtype, value.shape, value.tobytes())",
         "return (value.dtype, value.shape)",
         tests=("LAW7", "identity", "jaxprs"),
@@ -64,7 +64,7 @@ MUTATIONS = (
     ),
     Mutation(
         "0.0 is -0.0",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "return (type(value), repr(value))",
         "return value",
         tests=("jaxprs", "identity"),
@@ -72,7 +72,7 @@ MUTATIONS = (
     ),
     Mutation(
         "numbers of one type are equal",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         '("literal", a.aval, _hashable(a.val, differentiable))',
         '("literal", a.aval)',
         tests=("jaxprs", "LAW7"),
@@ -80,7 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the order of operands does not count",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "tuple(map(atom, eqn.invars)),\n",
         "frozenset(map(atom, eqn.invars)),\n",
         tests=("jaxprs", "LAW7"),
@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the order of results does not count",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "return head, body, tuple(map(atom, inside.outvars)), consts",
         "return head, body, frozenset(map(atom, inside.outvars)), consts",
         tests=("jaxprs", "LAW7"),
@@ -96,7 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an effect whose result nobody reads is dropped",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_parts.py",
         "if eqns[i].effects or any(",
         "if any(",
         tests=("effects", "jaxprs"),
@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a result is the array of an argument",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_rewrite.py",
         "if is_literal(v) or v in taken:",
         "if is_literal(v):",
         tests=("place::results_of_all_kinds", "place::same_argument_twice"),
@@ -112,14 +112,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a difference is a sum",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         'ADDS = frozenset({"add", "add_any"})',
         'ADDS = frozenset({"add", "add_any", "sub"})',
         refuted_on="by hand",
     ),
     Mutation(
         "clipping goes through a sum",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         'REORDERS = frozenset("copy reshape rev squeeze transpose".split())',
         'REORDERS = frozenset("clamp copy reshape rev squeeze transpose".split())',
         refuted_on="clipped",
@@ -127,63 +127,63 @@ MUTATIONS = (
     ),
     Mutation(
         "arrays of one shape in a task are one",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_constants.py",
         "return lifted.setdefault(id(atom.val), (fresh_var(atom), atom))[0]",
         "return lifted.setdefault(hash(str(atom.aval)), (fresh_var(atom), atom))[0]",
         refuted_on="turned",
     ),
     Mutation(
         "types of operands do not count",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "        return atom(v), v.aval\n",
         "        return atom(v)\n",
         refuted_on="tied in other shapes",
     ),
     Mutation(
         "parameters of equations do not count",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "            _params(eqn, differentiable),\n",
         "",
         refuted_on="alike",
     ),
     Mutation(
         "inner programs do not count",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_same.py",
         "        return structure(value, differentiable=differentiable)\n",
         "        return len(value.eqns)\n",
         refuted_on="alike",
     ),
     Mutation(
         "an exponential of zeros is zeros",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         '    "dynamic_slice": slice(1),\n',
         ('    "dynamic_slice": slice(1),\n    "exp": _ALL,\n'),
         refuted_on="exp of zeros",
     ),
     Mutation(
         "a number less zeros is zeros",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         '    "sub": _ALL,\n',
         '    "sub": slice(1, None),\n',
         refuted_on="one less zeros",
     ),
     Mutation(
         "a choice between zeros and others is zeros",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         '"select_n": slice(1, None),',
         '"select_n": slice(1, 2),',
         refuted_on="zeros or others",
     ),
     Mutation(
         "a cosine is zero where its operand is",
-        "jaxpp/_primitives.py",
+        "jaxpp/jaxprs/primitives.py",
         'MOVES = REORDERS | {"broadcast_in_dim", "slice"}',
         'MOVES = REORDERS | {"broadcast_in_dim", "cos", "slice"}',
         refuted_on="by hand",
     ),
     Mutation(
         "a trace of a transform stands for its definition",
-        "jaxpp/_definitions.py",
+        "jaxpp/jaxprs/_contexts.py",
         "with _cache_key(tuple(sorted(definitions))):",
         "with _cache_key(()):",
         tests=("certify::a_step_inside_jit_has_its_own_trace",),
@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sums and stacks change places",
-        "jaxpp/_conveniences.py",
+        "jaxpp/transforms/_conveniences.py",
         'return tuple("sum" if own else "stack" for own in summed)',
         'return tuple("mean" if own else "stack" for own in summed)',
         tests=("conveniences",),
@@ -199,7 +199,7 @@ MUTATIONS = (
     ),
     Mutation(
         "constants of a task are kept narrow",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_constants.py",
         "    return np.array(jax.device_get(value), aval.dtype)\n",
         (
             "    return np.array(jnp.asarray(value, jnp.bfloat16) if aval.dtype == "
@@ -210,7 +210,7 @@ MUTATIONS = (
     ),
     Mutation(
         "static results change places",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_trace.py",
         "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]",
         "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static][::-1]",
         refuted_on="layers, ZB-H1",
@@ -231,14 +231,14 @@ MUTATIONS = (
     ),
     Mutation(
         "arrays closed over change places in a trace",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_constants.py",
         "    return opened, list(jaxpr.consts)\n",
         "    return opened, list(jaxpr.consts)[::-1]\n",
         refuted_on="accumulated",
     ),
     Mutation(
         "a literal's value is rounded",
-        "jaxpp/_jaxprs.py",
+        "jaxpp/jaxprs/_equations.py",
         "    return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)",
         (
             "    return jnp.asarray(jnp.asarray(literal.val, jnp.bfloat16 if aval.dtype == "

@@ -98,8 +98,8 @@ MUTATIONS = (
     Mutation(
         "a number is that of one slice",
         "jaxpp/transforms/microbatch/_microbatch.py",
-        "_jaxprs.trace(_with_arrays(fun),",
-        "_jaxprs.trace(_signature.positional(fun),",
+        "jaxprs.trace(_with_arrays(fun),",
+        "jaxprs.trace(_signature.positional(fun),",
         tests=("microbatch::the_sum_of_a_count_is_that_of_the_whole_batch",),
         refuted_on="as given",
     ),

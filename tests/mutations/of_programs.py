@@ -88,8 +88,8 @@ MUTATIONS = (
     Mutation(
         "donation is not in the key of an executable",
         "jaxpp/runtime/executor/_compile.py",
-        "return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration",
-        "return _jaxprs.structure(computation.jaxpr), split, configuration",
+        "return jaxprs.structure(computation.jaxpr), computation.donated, split, configuration",
+        "return jaxprs.structure(computation.jaxpr), split, configuration",
         tests=("mesh", "calls"),
         unseen="executables are made of the programs, after them",
     ),
@@ -316,8 +316,8 @@ MUTATIONS = (
     Mutation(
         "examples that devices share take the place of others",
         "jaxpp/transforms/inside/_batch.py",
-        "operands[n] = own = _jaxprs.fresh_var(v)",
-        "operands[-2] = own = _jaxprs.fresh_var(v)",
+        "operands[n] = own = jaxprs.fresh_var(v)",
+        "operands[-2] = own = jaxprs.fresh_var(v)",
         refuted_on="shared examples",
     ),
     Mutation(

@@ -30,15 +30,15 @@ MUTATIONS = (
     Mutation(
         "stages of one length are one",
         "jaxpp/transforms/stages/_stages.py",
-        "keys = (_jaxprs.structure(part.jaxpr, differentiable=True) for part in self.parts)",
+        "keys = (jaxprs.structure(part.jaxpr, differentiable=True) for part in self.parts)",
         "keys = (len(part.jaxpr.eqns) for part in self.parts)",
         refuted_on="alike but for rules",
     ),
     Mutation(
         "stages with other derivative rules are one",
         "jaxpp/transforms/stages/_stages.py",
-        "keys = (_jaxprs.structure(part.jaxpr, differentiable=True) for part in self.parts)",
-        "keys = (_jaxprs.structure(part.jaxpr) for part in self.parts)",
+        "keys = (jaxprs.structure(part.jaxpr, differentiable=True) for part in self.parts)",
+        "keys = (jaxprs.structure(part.jaxpr) for part in self.parts)",
         refuted_on="alike but for rules",
     ),
     Mutation(

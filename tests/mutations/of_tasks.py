@@ -6,8 +6,8 @@ MUTATIONS = (
     Mutation(
         "what is added to a gradient is taken for zero",
         "jaxpp/transforms/tasks/_accumulators.py",
-        "all(v is carry or _primitives.is_zero(v, maker) for v in eqn.invars)",
-        "any(v is carry or _primitives.is_zero(v, maker) for v in eqn.invars)",
+        "all(v is carry or primitives.is_zero(v, maker) for v in eqn.invars)",
+        "any(v is carry or primitives.is_zero(v, maker) for v in eqn.invars)",
         tests=("schedule::each_stage_has_a_task_of_each_kind",),
         refuted_on="layers, ZB-H1",
     ),
@@ -159,8 +159,8 @@ MUTATIONS = (
     Mutation(
         "equal computations of other operands are one",
         "jaxpp/transforms/tasks/_hoisting.py",
-        "_jaxprs.structure(one.jaxpr, differentiable=True), one.inputs",
-        "_jaxprs.structure(one.jaxpr, differentiable=True)",
+        "jaxprs.structure(one.jaxpr, differentiable=True), one.inputs",
+        "jaxprs.structure(one.jaxpr, differentiable=True)",
         tests=(
             "schedule::what_is_computed_before_a_loop_stays_before_it",
             "mixed_precision",
@@ -208,7 +208,7 @@ MUTATIONS = (
     Mutation(
         "what a forward reads from a carry is computed again",
         "jaxpp/transforms/tasks/_loop.py",
-        "again = made not in results and (_jaxprs.is_literal(v) or v not in stale)",
+        "again = made not in results and (jaxprs.is_literal(v) or v not in stale)",
         "again = made not in results",
         tests=("recompute::what_a_stage_carries_is_handed_on_once",),
         refuted_on="carried, recomputed",
@@ -216,7 +216,7 @@ MUTATIONS = (
     Mutation(
         "what has an effect is computed again",
         "jaxpp/transforms/tasks/_loop.py",
-        "[e for e in eqns if not (e.effects or lost & set(_jaxprs.variables(e.invars)))]",
+        "[e for e in eqns if not (e.effects or lost & set(jaxprs.variables(e.invars)))]",
         "list(eqns)",
         tests=("recompute::what_a_stage_prints_is_printed_once",),
         refuted_on="effects, recomputed",
@@ -334,7 +334,7 @@ MUTATIONS = (
     Mutation(
         "a stage keeps what the next microbatch makes of a carry",
         "jaxpp/transforms/tasks/_partition.py",
-        "kept[carry] = writer, _jaxprs.fresh_var(carry)",
+        "kept[carry] = writer, jaxprs.fresh_var(carry)",
         "kept[carry] = writer, out",
         refuted_on="carried backwards",
     ),

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp._trace_events import FIRST_THREAD
 from jaxpp.schedules import (
     Costs,
     DualPipe,
@@ -18,6 +17,7 @@ from jaxpp.schedules import (
     simulate,
     to_trace,
 )
+from jaxpp.schedules._trace_events import FIRST_THREAD
 
 
 def events_of(timelines, path, **options):

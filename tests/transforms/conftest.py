@@ -5,7 +5,7 @@ import equinox as eqx
 import jax
 import pytest
 
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.transforms.stages import _stages
 
 
@@ -14,7 +14,7 @@ def stages_of():
     """The stages that the marks in a function make, at given arguments."""
 
     def read(fun, *args):
-        return _stages.read_stages(_jaxprs.trace(fun, args).jaxpr)
+        return _stages.read_stages(jaxprs.trace(fun, args).jaxpr)
 
     return read
 

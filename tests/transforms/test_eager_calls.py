@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp.jaxprs import _run
 
 WEIGHTS = [jax.random.normal(jax.random.key(i), (4, 4)) for i in range(3)]
 X = jax.random.normal(jax.random.key(3), (8, 4))
@@ -251,9 +251,9 @@ def test_a_call_keeps_no_more_than_the_call_before():
     """A program is kept once, and only the last few programs are."""
     fun = FUNCTIONS["gradients of microbatch"]
     fun(WEIGHTS, X)
-    before = _jaxprs._compiled.cache_info()
+    before = _run._compiled.cache_info()
     fun(WEIGHTS, X)
-    after = _jaxprs._compiled.cache_info()
+    after = _run._compiled.cache_info()
     assert (after.hits, after.misses) == (before.hits + 2, before.misses)  # forward and backward
     assert after.maxsize is not None and after.currsize == before.currsize
 

@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _compat
-from jaxpp._ambient import without_mesh
 from jaxpp._specs import type_of
+from jaxpp.jaxprs import without_mesh
 from jaxpp.runtime.arrays._handle import ArrayHandle, HandleSharding
 from jaxpp.runtime.arrays._homes import default_device, sharding_in
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp._donation import check_arrays, check_there
 from jaxpp._program import Bundle, Cut, cuts_of
 from jaxpp._specs import Spec, type_of
+from jaxpp.jaxprs import check_arrays, check_there
 from jaxpp.runtime.arrays._homes import resplit
 from jaxpp.runtime.arrays._stacked import Bounds, StackedArray, StackedSharding
 

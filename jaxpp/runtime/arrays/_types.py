@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxpp import _compat
-from jaxpp._jaxprs import WIDE
 from jaxpp._specs import Spec
+from jaxpp.jaxprs import WIDE
 from jaxpp.runtime.arrays._homes import Box, Home, box_of, boxes_here, sharding_in
 
 _FLOAT0 = "float0"

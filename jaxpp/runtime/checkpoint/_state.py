@@ -4,7 +4,7 @@ import errno
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxpp._extras import need
+from jaxpp._messages import need
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp

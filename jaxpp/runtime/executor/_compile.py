@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Bundle, Computation, Run
 from jaxpp.runtime.arrays import Home, devices_of, sharding_in
 
@@ -141,7 +141,7 @@ def key_of(computation: Computation, configuration: Hashable) -> Hashable:
     The key names some objects by their ids, and is valid only as long as the computation lives.
     """
     split = computation.in_specs, computation.out_specs
-    return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration
+    return jaxprs.structure(computation.jaxpr), computation.donated, split, configuration
 
 
 def current_settings() -> tuple[tuple[str, str], ...]:
@@ -190,15 +190,15 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
 
     # Programs read arrays in the default layout. To JAX a constraint on a result is its layout.
     jaxpr = computation.jaxpr
-    constrained = any(_jaxprs.contains(e, _constrains_layout) for e in jaxpr.eqns)
+    constrained = any(jaxprs.contains(e, _constrains_layout) for e in jaxpr.eqns)
 
     def run(*args):
         own = map(_compat.in_memory_of, args, jaxpr.in_avals)
-        results = list(map(_compat.in_memory_of, _jaxprs.run(jaxpr, *own), jaxpr.out_avals))
+        results = list(map(_compat.in_memory_of, jaxprs.run(jaxpr, *own), jaxpr.out_avals))
         return list(map(jnp.copy, results)) if constrained else results
 
     run.__name__ = run.__qualname__ = computation.name
-    wide = _jaxprs.with_its_types(jaxpr)
+    wide = jaxprs.with_its_types(jaxpr)
     specs = computation.out_specs or ((),) * len(jaxpr.out_avals)
     kinds = list(map(_compat.memory_kind, jaxpr.out_avals))
     # Without the memory kinds of results, JAX lets them take the memory of any donated argument.

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from jaxpp import _html
+from jaxpp import _messages
 from jaxpp._compat import memory_kind
 from jaxpp._program import Bundle, Program, Role
 from jaxpp.runtime.executor._memory import (
@@ -79,7 +79,7 @@ class Description:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def _repr_html_(self) -> str:
-        return _html.table(_HEADER, map(_row, self.ranks), _NOTE)
+        return _messages.html_table(_HEADER, map(_row, self.ranks), _NOTE)
 
     def __str__(self) -> str:
         rows = [_HEADER, *map(_row, self.ranks)]

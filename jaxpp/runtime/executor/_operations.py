@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
 from jaxpp.runtime.arrays import Home
 
@@ -49,21 +49,21 @@ def _run(
     inside = jaxpr.jaxpr
     known = dict(zip([*inside.constvars, *inside.invars], [*jaxpr.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        body, line = _jaxprs.called_jaxpr(eqn), _compat.at_source_line(eqn) or called
+        body, line = jaxprs.called_jaxpr(eqn), _compat.at_source_line(eqn) or called
         if body is not None:
             closed = body if isinstance(body, jex.ClosedJaxpr) else jex.ClosedJaxpr(body, ())
-            results = _run(closed, _jaxprs.read(eqn.invars, known), kinds, line)
+            results = _run(closed, jaxprs.read(eqn.invars, known), kinds, line)
             known.update(zip(eqn.outvars, results, strict=True))
             continue
         kept = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
-        part = _jaxprs.part([eqn], kept)
-        results = _jaxprs.run(part.jaxpr, *_jaxprs.read(part.inputs, known))
+        part = jaxprs.part([eqn], kept)
+        results = jaxprs.run(part.jaxpr, *jaxprs.read(part.inputs, known))
         if kind := next(filter(None, (_invalid(x, kinds) for x in results)), ""):
             raise FloatingPointError(
                 f"invalid value ({kind}) encountered in {eqn.primitive.name}{line}"
             )
         known.update(zip(kept, results, strict=True))
-    return _jaxprs.read(inside.outvars, known)
+    return jaxprs.read(inside.outvars, known)
 
 
 #: What finds invalid values, by their kind.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Argument, Bundle, Result
 from jaxpp.runtime.arrays import (
     ArrayHandle,
@@ -75,7 +75,7 @@ class LocalStep:
         self.order = self._dispatcher.order
         #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
         self._raises = any(
-            _jaxprs.contains(e, _compat.is_error_if)
+            jaxprs.contains(e, _compat.is_error_if)
             for c in bundle.computations
             for e in c.jaxpr.eqns
         )

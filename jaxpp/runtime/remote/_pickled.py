@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
+from jaxpp.jaxprs import primitives
 from jaxpp.runtime.arrays import Home
 from jaxpp.runtime.executor import Copier, copies, lower
 
@@ -105,7 +106,7 @@ def _refusal(computation: Computation, error: Exception) -> Exception:
 
 
 def _has_rule(eqn: Any) -> bool:
-    return eqn.primitive.name in _primitives.CUSTOM_RULES
+    return eqn.primitive.name in primitives.CUSTOM_RULES
 
 
 def _without_rules(jaxpr: jex.ClosedJaxpr) -> Any:
@@ -113,11 +114,11 @@ def _without_rules(jaxpr: jex.ClosedJaxpr) -> Any:
 
     The rules hold what they were traced with, which cannot be pickled.
     """
-    if not any(_jaxprs.contains(eqn, _has_rule) for eqn in jaxpr.eqns):
+    if not any(jaxprs.contains(eqn, _has_rule) for eqn in jaxpr.eqns):
         return jaxpr
-    opened, constants = _jaxprs.without_constants(jaxpr)
-    flat = _jaxprs.inline(_jaxprs.bind_constants(opened, constants), _has_rule)
-    eqns = [_jaxprs.map_jaxprs(eqn, _without_rules) for eqn in flat.eqns]
+    opened, constants = jaxprs.without_constants(jaxpr)
+    flat = jaxprs.inline(jaxprs.bind_constants(opened, constants), _has_rule)
+    eqns = [jaxprs.map_jaxprs(eqn, _without_rules) for eqn in flat.eqns]
     if constants:
         return _compat.make_closed_jaxpr(flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
     return _compat.with_equations(jaxpr, eqns, flat.jaxpr.outvars)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Bundle, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
@@ -173,5 +173,5 @@ def _source_lines(jaxpr: Any) -> Iterator[str]:
         if line := _compat.source_line(eqn):
             yield line
         else:
-            for inner in _jaxprs.sub_jaxprs(eqn):
+            for inner in jaxprs.sub_jaxprs(eqn):
                 yield from _source_lines(inner)

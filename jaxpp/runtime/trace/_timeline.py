@@ -6,7 +6,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp._trace_events import (
+from jaxpp.runtime.trace._clock import CLOCK_EVENT, Reading
+from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun
+from jaxpp.schedules import plot
+from jaxpp.schedules._trace_events import (
     FIRST_THREAD,
     Event,
     make_arrow,
@@ -17,9 +20,6 @@ from jaxpp._trace_events import (
     ticks,
     write_events,
 )
-from jaxpp.runtime.trace._clock import CLOCK_EVENT, Reading
-from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun
-from jaxpp.schedules import plot
 
 #: The first threads of a rank's tasks, sends and receives; several may go on at a time.
 TASKS, SENDS, RECEIVES = FIRST_THREAD, 2 * FIRST_THREAD, 3 * FIRST_THREAD

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-from jaxpp._jaxprs import WIDE
 from jaxpp._program import Message
+from jaxpp.jaxprs import WIDE
 from jaxpp.runtime.arrays import (
     ArrayType,
     Box,

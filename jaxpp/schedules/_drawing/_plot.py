@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxpp._extras import need
+from jaxpp._messages import need
 from jaxpp.schedules._drawing._styles import (
     Cell,
     Colour,

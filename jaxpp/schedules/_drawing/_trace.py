@@ -4,7 +4,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
 
-from jaxpp._trace_events import (
+from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out, shared_unit
+from jaxpp.schedules._execute import number
+from jaxpp.schedules._simulation import Timeline
+from jaxpp.schedules._table import Task
+from jaxpp.schedules._trace_events import (
     FIRST_THREAD,
     Event,
     make_arrow,
@@ -14,10 +18,6 @@ from jaxpp._trace_events import (
     name_thread,
     write_events,
 )
-from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out, shared_unit
-from jaxpp.schedules._execute import number
-from jaxpp.schedules._simulation import Timeline
-from jaxpp.schedules._table import Task
 
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from jaxpp import _html
+from jaxpp import _messages
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._check import ScheduleError, check
 from jaxpp.schedules._costs import Costs, Memory
@@ -72,7 +72,7 @@ class Comparisons(list[Comparison]):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return _html.table(*self._table())
+        return _messages.html_table(*self._table())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Returns the names of the figures that a row has, and the figures as text."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp import _extras
+from jaxpp import _messages
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._synthesis._problem import Problem, evaluate
 
@@ -37,7 +37,7 @@ def solve(
     Raises:
       ImportError: OR-tools is not installed.
     """
-    _extras.need("exact", "The exact solver", "ortools")
+    _messages.need("exact", "The exact solver", "ortools")
     from ortools.sat.python import cp_model
 
     step = _step(problem)

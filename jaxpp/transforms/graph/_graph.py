@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import (
     Argument,
     Bundle,
@@ -27,7 +27,7 @@ from jaxpp._program import (
     Wait,
 )
 from jaxpp._specs import Spec
-from jaxpp._typing import Aval
+from jaxpp.jaxprs import Aval
 from jaxpp.schedules import Task
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import with_specs
@@ -263,7 +263,7 @@ def _computations(
         key = task.body, donated, in_specs, out_specs
         if key not in found:
             found[key] = len(computations)
-            jaxpr = _jaxprs.without_devices(task.body.jaxpr)
+            jaxpr = jaxprs.without_devices(task.body.jaxpr)
             computation = Computation(task.body.name, jaxpr, donated)
             if step.inside is not None:
                 computation = with_specs(computation, in_specs, out_specs)

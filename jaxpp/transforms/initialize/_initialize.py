@@ -16,12 +16,11 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, _numbers
-from jaxpp._groups import Flow
+from jaxpp import _compat, jaxprs
+from jaxpp._messages import warn
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated, type_of
-from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
-from jaxpp._warn import warn
+from jaxpp.jaxprs import Atom, Aval, Eqn, Flow, Literal, Var
 from jaxpp.transforms._signature import describe, with_arrays
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, assign, lower
@@ -30,7 +29,7 @@ from jaxpp.transforms.stacked import Bounds, Slicer
 
 def trace_initializer(
     init_fn: Callable, args: Sequence[Any], static_argnums: Sequence[int] = ()
-) -> _jaxprs.Traced:
+) -> jaxprs.Traced:
     """Traces an initialiser, without computing anything.
 
     Args:
@@ -48,7 +47,7 @@ def trace_initializer(
             return with_arrays(made, static_argnums)
         return with_arrays((made,), static_argnums)[0]
 
-    traced = _jaxprs.trace(make, args)
+    traced = jaxprs.trace(make, args)
     for eqn in traced.jaxpr.eqns:
         if eqn.effects:
             raise ValueError(
@@ -59,7 +58,7 @@ def trace_initializer(
     return traced
 
 
-def first_arguments(traced: _jaxprs.Traced) -> tuple[Any, ...]:
+def first_arguments(traced: jaxprs.Traced) -> tuple[Any, ...]:
     """Returns the types of the arguments that an initialiser makes: one, or those of its tuple."""
     result = traced.rebuild(type_of(v.aval) for v in traced.jaxpr.jaxpr.outvars)
     return result if type(result) is tuple else (result,)
@@ -107,7 +106,7 @@ def _difference(own: Any, other: Any) -> str:
     return ""
 
 
-def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bundle:
+def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bundle:
     """Lowers an initialiser to one program per rank, which sends nothing.
 
     Args:
@@ -118,7 +117,7 @@ def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[
     """
     made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
     # JAX runs the bodies of all calls but of jitted functions operation by operation, too.
-    jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
+    jaxpr = jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
     jaxpr, blamed = with_parts(jaxpr, cuts_of(made))
     for n, eqn in blamed.items():
         warn(
@@ -179,14 +178,14 @@ class _Builder:
         """Adds the operations that a rank's outputs need, by the numbers of these outputs."""
         used = [n in owned for n in range(len(self.made))]
         slim = _compat.eliminate_dead_code(self.jaxpr, used)
-        slim = _jaxprs.own_outputs(slim, slim.jaxpr.invars)
+        slim = jaxprs.with_separate_outputs(slim, slim.jaxpr.invars)
         split: Mapping[Var, Spec] = {}
         if self.specs is not None:
             wanted = zip(slim.jaxpr.outvars, (self.specs[n] for n in owned), strict=True)
             slim, split = with_split_outputs(slim, dict(wanted))
         # So one computation takes the keys of any layer.
-        eqns = list(map(_numbers.with_start_operands, _output_by_output(slim)))
-        read = _jaxprs.operands_of(eqns)
+        eqns = list(map(jaxprs.with_start_operands, _output_by_output(slim)))
+        read = jaxprs.operands_of(eqns)
         outputs = {v: self.made[n] for n, v in zip(owned, slim.jaxpr.outvars, strict=True)}
         values = dict(zip(slim.jaxpr.invars, self.given, strict=True))
         before: tuple[Value, ...] = ()
@@ -202,8 +201,7 @@ class _Builder:
                     rank,
                     self._body(eqn, results),
                     tuple(
-                        self._constant(a) if _jaxprs.is_literal(a) else values[a]
-                        for a in eqn.invars
+                        self._constant(a) if jaxprs.is_literal(a) else values[a] for a in eqn.invars
                     ),
                     tuple(values[v] for v in results),
                     "initialize",
@@ -231,7 +229,7 @@ class _Builder:
         return Value(aval, "gathered", "initialize", spec=spec, **what)
 
     def _constant(self, literal: Literal) -> Value:
-        value = _jaxprs.kept(literal.val, literal.aval)
+        value = jaxprs.copied_to_host(literal.val, literal.aval)
         key = str(literal.aval), np.asarray(value).tobytes()
         if key not in self.constants:
             self.constants[key] = self._value(literal.aval, constant=value)
@@ -241,11 +239,11 @@ class _Builder:
         """The body that makes some of an equation's results; equal operations share one."""
         # Literals become operands, as in calls outside of `jit`: XLA may compute in another way
         # with a number that it knows, and operations that differ in numbers only compile once.
-        inputs = [_jaxprs.fresh_var(atom) for atom in eqn.invars]
+        inputs = [jaxprs.fresh_var(atom) for atom in eqn.invars]
         alone = eqn.replace(invars=inputs)
         jaxpr = _compat.make_closed_jaxpr(inputs, results, [alone], "initialize")
         name = f"initialize_{eqn.params.get('name', eqn.primitive.name)}"
-        return self.bodies.setdefault(_jaxprs.structure(jaxpr), Body(name, jaxpr, ()))
+        return self.bodies.setdefault(jaxprs.structure(jaxpr), Body(name, jaxpr, ()))
 
 
 def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Eqn]:
@@ -255,7 +253,7 @@ def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Eqn]:
     leaf.
     """
     flow, done, ordered = Flow(jaxpr.eqns), set(), []
-    for output in _jaxprs.variables(jaxpr.jaxpr.outvars):
+    for output in jaxprs.variables(jaxpr.jaxpr.outvars):
         made = {i for _, i in flow.behind([output], done.__contains__) if i is not None} - done
         done |= made
         ordered += [jaxpr.eqns[i] for i in sorted(made)]
@@ -301,12 +299,12 @@ def with_parts(
 
 def _size_behind(atoms: Sequence[Atom], maker: Mapping[Var, Eqn]) -> int:
     """Finds the size of the largest array among some atoms and those that they are made of."""
-    stack, seen = _jaxprs.variables(atoms), set()
+    stack, seen = jaxprs.variables(atoms), set()
     while stack:
         var = stack.pop()
         if var not in seen:
             seen.add(var)
-            stack.extend(_jaxprs.variables(maker[var].invars) if var in maker else [])
+            stack.extend(jaxprs.variables(maker[var].invars) if var in maker else [])
     return max((v.aval.size for v in seen), default=0)
 
 
@@ -338,9 +336,9 @@ def with_split_outputs(
         >>> [specs[v] for eqn in jaxpr.eqns for v in eqn.outvars]
         [((), ()), ((), ())]
     """
-    variables = [*jaxpr.jaxpr.invars, *_jaxprs.results_of(jaxpr.eqns)]
+    variables = [*jaxpr.jaxpr.invars, *jaxprs.results_of(jaxpr.eqns)]
     specs = {v: replicated(len(v.aval.shape)) for v in variables}
     outvars = jaxpr.jaxpr.outvars
-    split = _jaxprs.own_outputs(jaxpr, [v for v in outvars if specs[v] != wanted[v]])
+    split = jaxprs.with_separate_outputs(jaxpr, [v for v in outvars if specs[v] != wanted[v]])
     specs.update((own, wanted[v]) for own, v in zip(split.jaxpr.outvars, outvars, strict=True))
     return split, specs

@@ -15,9 +15,9 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._specs import Spec, axes_of, explicit_axes, only, partition_spec, spec_of
-from jaxpp._typing import Atom, Eqn, Jaxpr, Var
+from jaxpp.jaxprs import Atom, Eqn, Jaxpr, Var
 
 
 def automatic(mesh: AbstractMesh) -> AbstractMesh:
@@ -28,7 +28,7 @@ def automatic(mesh: AbstractMesh) -> AbstractMesh:
 
 def trace(
     fun: Callable, types: Any, specs: Sequence[Spec | None], inside: AbstractMesh | None
-) -> _jaxprs.Traced:
+) -> jaxprs.Traced:
     """Traces a step; its explicit axes become automatic.
 
     Args:
@@ -42,10 +42,10 @@ def trace(
     """
     explicit = () if inside is None else explicit_axes(inside)
     if inside is None or not explicit:
-        traced = _jaxprs.trace(fun, types)
+        traced = jaxprs.trace(fun, types)
     else:
         with jax.sharding.use_abstract_mesh(inside):
-            traced = _jaxprs.trace(fun, _with_types(types, specs, inside, explicit))
+            traced = jaxprs.trace(fun, _with_types(types, specs, inside, explicit))
         jaxpr = with_automatic_axes(traced.jaxpr)
         traced = dataclasses.replace(traced, jaxpr=jaxpr)
     check_constraints(traced.jaxpr, inside)
@@ -78,13 +78,11 @@ def with_automatic_axes(jaxpr: Any) -> Any:
     return retype(jaxpr, _retyped, _rewritten)
 
 
-def retype(
-    jaxpr: Any, new: Callable[[Var], Var], rule: Callable[[Eqn], _jaxprs.Replacement]
-) -> Any:
+def retype(jaxpr: Any, new: Callable[[Var], Var], rule: Callable[[Eqn], jaxprs.Replacement]) -> Any:
     """Rewrites a jaxpr, open or closed, by a rule; `new` makes its new inputs."""
-    opened = _jaxprs.opened(jaxpr)
-    known = _jaxprs.Substitution((v, new(v)) for v in opened.invars)
-    eqns = _jaxprs.rewritten(opened.eqns, rule, known)
+    opened = jaxprs.opened(jaxpr)
+    known = jaxprs.Substitution((v, new(v)) for v in opened.invars)
+    eqns = jaxprs.rewritten(opened.eqns, rule, known)
     outvars, invars = (list(map(known, own)) for own in (opened.outvars, opened.invars))
     return _compat.with_equations(jaxpr, eqns, outvars, invars)
 
@@ -105,7 +103,7 @@ _MADE = frozenset({"broadcast_in_dim", "iota"})
 _WANTED = ("out_sharding", "sharding")
 
 
-def _rewritten(eqn: Eqn) -> _jaxprs.Replacement:
+def _rewritten(eqn: Eqn) -> jaxprs.Replacement:
     """Returns the equations that take the place of one, and its new results."""
     for v in eqn.outvars:
         if "unreduced" in str(getattr(v.aval, "sharding", "")):
@@ -130,7 +128,7 @@ def _rewritten(eqn: Eqn) -> _jaxprs.Replacement:
     says_nothing = eqn.primitive.name in _MADE or AxisType.Auto in wanted[0].mesh.axis_types
     if says_nothing and not split:
         return [_automatic(own)], results
-    free = _jaxprs.fresh_var(results[0])
+    free = jaxprs.fresh_var(results[0])
     first = own.replace(outvars=[free])
     return [_automatic(first), _constraint(eqn, free, wanted[0], results[0])], results
 
@@ -154,7 +152,7 @@ def _retyped(var: Var) -> Var:
     """Makes a new variable whose type does not say how it is split."""
     sharding: Any = getattr(var.aval, "sharding", None)
     if not _is_explicit(sharding):
-        return _jaxprs.fresh_var(var)
+        return jaxprs.fresh_var(var)
     whole = PartitionSpec(*[None] * len(var.aval.shape))
     return Var(var.aval.update(sharding=NamedSharding(automatic(sharding.mesh), whole)))
 
@@ -189,7 +187,7 @@ def constraint(var: Atom, spec: PartitionSpec, result: Var) -> Eqn:
         spec: the axes to split each dimension over.
         result: the variable of the result.
     """
-    (eqn,) = _jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
+    (eqn,) = jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
     return eqn
 
 
@@ -215,7 +213,7 @@ def check_constraints(jaxpr: jex.ClosedJaxpr | Jaxpr, inside: AbstractMesh | Non
                 f"mesh): they are those of the rank that runs it. The mesh has these axes inside a "
                 f"rank: {axes}."
             )
-        for inner in _jaxprs.sub_jaxprs(eqn):
+        for inner in jaxprs.sub_jaxprs(eqn):
             check_constraints(inner, inside)
 
 
@@ -224,6 +222,6 @@ def _mesh_of(eqn: Eqn) -> Any | None:
     if eqn.primitive.name == "sharding_constraint":
         sharding = eqn.params["sharding"]
         return getattr(sharding, "mesh", sharding)
-    if shardings := _jaxprs.shardings_of(eqn):
+    if shardings := jaxprs.shardings_of(eqn):
         return getattr(shardings[0], "mesh", shardings[0])
     return eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None

@@ -20,10 +20,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Role
 from jaxpp._specs import Spec, as_weak_as, axes_of, only, partition_spec, replicated
-from jaxpp._typing import Eqn, Var
+from jaxpp.jaxprs import Eqn, Var
 from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.inside._assign import scattered
@@ -83,7 +83,7 @@ def on_rows(
         def one(rows):
             rest = iter(rows)
             given = (next(rest) if r else x for x, r in zip(operands, has_rows, strict=True))
-            return _jaxprs.run(jaxpr, *given)
+            return jaxprs.run(jaxpr, *given)
 
         if replicas == devices:
             return [y[None] for y in one([jax.lax.squeeze(x, (0,)) for x in rows])]
@@ -124,7 +124,7 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
     What the jaxpr splits over the axis is whole in each replica: it has its own examples alone.
     """
 
-    def rule(eqn: Eqn) -> _jaxprs.Replacement:
+    def rule(eqn: Eqn) -> jaxprs.Replacement:
         if eqn.primitive.name == "shard_map" and axis in _manual_axes(eqn):
             raise ValueError(
                 f"place: the shard_map{_compat.at_source_line(eqn)} is over {axis!r}, and so are "
@@ -140,7 +140,7 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
     def retyped(var: Var) -> Var:
         sharding = getattr(var.aval, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-            return _jaxprs.fresh_var(var)
+            return jaxprs.fresh_var(var)
         return Var(var.aval.update(sharding=without_axis(sharding)))
 
     def without_axis(value: Any) -> Any:
@@ -194,7 +194,7 @@ def reduce_replicas(step: Step) -> Step:
         return step
     known: Mapping[Var, MaybeSpec] = {}
     if inside.zero[Role.OPTIMIZER] == (inside.replicas,):
-        rows = _jaxprs.operands_of(filter(is_reduction, step.jaxpr.eqns))
+        rows = jaxprs.operands_of(filter(is_reduction, step.jaxpr.eqns))
         known = variable_specs(step.jaxpr, rows, [a.spec for a in step.arguments], inside.sizes)
     made: dict[Hashable, Eqn] = {}  # those of equal arrays are one
     eqns: list[Eqn] = []
@@ -203,7 +203,7 @@ def reduce_replicas(step: Step) -> Step:
             eqns.append(eqn)
             continue
         how = str(merge_of_call(eqn))
-        (rows,), (total,) = _jaxprs.variables(eqn.invars), eqn.outvars
+        (rows,), (total,) = jaxprs.variables(eqn.invars), eqn.outvars
         dimension = _scattered_dimension(how, rows, total, known, inside)
         key = how, dimension, rows.aval
         if key not in made:
@@ -288,12 +288,12 @@ def split_examples(step: Step) -> Step:
         operands = list(eqn.invars)
         sliced = len(ScheduledLoop.of(eqn).xs) if _shares_examples(eqn) else 0
         for n, v in list(enumerate(operands))[len(operands) - sliced :]:
-            if _jaxprs.is_literal(v) or (spec := known[v]) is None or len(spec) < 2:
+            if jaxprs.is_literal(v) or (spec := known[v]) is None or len(spec) < 2:
                 continue
             dimension, new = _split(v, spec, maker, known, inside.sizes)
             axes |= dict.fromkeys(new[dimension])
             if new != spec:
-                operands[n] = own = _jaxprs.fresh_var(v)
+                operands[n] = own = jaxprs.fresh_var(v)
                 eqns.append(constraint(v, partition_spec(new), own))
         eqns.append(eqn.replace(invars=operands))
     examples = tuple(a for a in axes if inside.sizes[a] > 1)
@@ -334,7 +334,7 @@ def _left_to_replicas(jaxpr: jex.ClosedJaxpr, axis: str) -> jex.ClosedJaxpr:
     for loop in (e for e in jaxpr.eqns if is_loop(e) and e.params["replicas"] > 1):
         own = ScheduledLoop.of(loop)
         given = own.num_consts + own.num_carry * own.num_directions
-        for v in _jaxprs.variables(loop.invars[given:]):
+        for v in jaxprs.variables(loop.invars[given:]):
             found: list[tuple[Var, Eqn]] = []
             while v in maker and maker[v].primitive.name in _SLICING:
                 eqn, (operand, *_) = maker[v], maker[v].invars
@@ -366,7 +366,7 @@ def _slices_read(eqns: Sequence[Eqn]) -> list[Var]:
     found: list[Var] = []
     for eqn in filter(_shares_examples, eqns):
         first = len(eqn.invars) - len(ScheduledLoop.of(eqn).xs)
-        found += _jaxprs.variables(eqn.invars[first:])
+        found += jaxprs.variables(eqn.invars[first:])
     return found
 
 
@@ -385,12 +385,12 @@ def _split(
     eqn, axis, over = maker.get(v), 0, spec[0]
     if eqn is not None and eqn.primitive.name == "transpose":
         axis = eqn.params["permutation"][0]
-        (moved,) = _jaxprs.variables(eqn.invars)
+        (moved,) = jaxprs.variables(eqn.invars)
         eqn = maker.get(moved)
     if eqn is None or eqn.primitive.name != "reshape":
         axis = 0
     else:
-        (whole,) = _jaxprs.variables(eqn.invars)
+        (whole,) = jaxprs.variables(eqn.invars)
         batch = known.get(whole)
         if batch and len(batch) == len(spec) - 1:
             over = batch[axis]

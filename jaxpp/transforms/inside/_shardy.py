@@ -16,10 +16,10 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import func, sdy
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
+from jaxpp._messages import warn
 from jaxpp._specs import Spec, filled, partition_spec, replicated, type_of
-from jaxpp._typing import Atom, Eqn, Var
-from jaxpp._warn import warn
+from jaxpp.jaxprs import Atom, Eqn, Var
 
 #: A spec, or None for a value that may be split in any way: it is made of nothing that is given
 #: (zeros, positions, random bits), and is split as the values that it is combined with.
@@ -43,8 +43,8 @@ def variable_specs(
         specs: one for each of its inputs, or None where it may be split in any way.
         sizes: the number of devices along each axis.
     """
-    eqns = _jaxprs.needed([e for e in jaxpr.eqns if not e.effects], variables)
-    wanted = [*jaxpr.jaxpr.invars, *_jaxprs.results_of(eqns)]
+    eqns = jaxprs.needed([e for e in jaxpr.eqns if not e.effects], variables)
+    wanted = [*jaxpr.jaxpr.invars, *jaxprs.results_of(eqns)]
     part = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, wanted, eqns)
     return dict(zip(wanted, propagate(part, specs, sizes)[1], strict=True))
 
@@ -72,16 +72,16 @@ def propagate(
         ((('data',), ()), [(('data',),), None])
     """
     given = [v for v, spec in zip(jaxpr.jaxpr.invars, specs, strict=True) if spec]
-    made = _jaxprs.descendants(jaxpr.eqns, given)
+    made = jaxprs.descendants(jaxpr.eqns, given)
     inputs, outputs = tuple(specs), (None,) * len(jaxpr.out_avals)
     if any(axes for spec in specs if spec for axes in spec) or any(
-        _jaxprs.contains(e, _splits) for e in jaxpr.eqns
+        jaxprs.contains(e, _splits) for e in jaxpr.eqns
     ):
-        key = _jaxprs.structure(jaxpr), tuple(specs), tuple(sizes.items())
+        key = jaxprs.structure(jaxpr), tuple(specs), tuple(sizes.items())
         inputs, outputs = _answer(_Question(key, jaxpr))
 
     def known(atom: Atom, spec: MaybeSpec) -> MaybeSpec:
-        whole = not atom.aval.shape or _jaxprs.is_literal(atom) or atom in made
+        whole = not atom.aval.shape or jaxprs.is_literal(atom) or atom in made
         return replicated(len(atom.aval.shape)) if spec is None and whole else spec
 
     return (
@@ -93,7 +93,7 @@ def propagate(
 def _splits(eqn: Eqn) -> bool:
     """Tells whether an equation may split arrays by itself."""
     named = eqn.primitive.name in ("sharding_constraint", "shard_map")
-    return named or bool(_jaxprs.shardings_of(eqn))
+    return named or bool(jaxprs.shardings_of(eqn))
 
 
 # ---- the question to Shardy ----------------------------------------------------------------------
@@ -118,15 +118,12 @@ def _answer(question: _Question) -> _Answer:
     mesh = AbstractMesh(tuple(n for _, n in axes), tuple(name for name, _ in axes))
     quiet = _without_effects(jaxpr)
 
-    def sharding(aval: Any, spec: MaybeSpec) -> NamedSharding | None:
-        if spec is None:
-            return None
-        return NamedSharding(mesh, partition_spec(spec), memory_kind=_compat.memory_kind(aval))
-
-    shardings: Any = list(map(sharding, jaxpr.in_avals, specs))
-    with jax.sharding.use_abstract_mesh(mesh), _jaxprs.with_its_types(jaxpr):
+    shardings: Any = [
+        None if spec is None else NamedSharding(mesh, partition_spec(spec)) for spec in specs
+    ]
+    with jax.sharding.use_abstract_mesh(mesh), jaxprs.with_its_types(jaxpr):
         run = jax.jit(
-            functools.partial(_jaxprs.run, quiet), in_shardings=shardings, keep_unused=True
+            functools.partial(jaxprs.run, quiet), in_shardings=shardings, keep_unused=True
         )
         lowered = _lower(run.trace(*map(type_of, jaxpr.in_avals)), jaxpr)
     if lowered is None:
@@ -156,15 +153,15 @@ def _lower(traced: Any, jaxpr: jex.ClosedJaxpr) -> jax.stages.Lowered | None:
 def _without_effects(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Puts zeros in place of what equations with effects give: a callback is split in no way."""
 
-    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+    def rule(eqn: Eqn) -> jaxprs.Replacement | None:
         if not eqn.effects:
             return None
-        if any(True for _ in _jaxprs.sub_jaxprs(eqn)):
-            inner = _jaxprs.map_jaxprs(eqn, _without_effects)
+        if any(True for _ in jaxprs.sub_jaxprs(eqn)):
+            inner = jaxprs.map_jaxprs(eqn, _without_effects)
             return [inner.replace(effects=set())], inner.outvars
-        return _jaxprs.record(lambda: [filled(v.aval, 0) for v in eqn.outvars], [], eqn)
+        return jaxprs.record(lambda: [filled(v.aval, 0) for v in eqn.outvars], [], eqn)
 
-    return _jaxprs.rewrite(jaxpr, rule) if jaxpr.effects else jaxpr
+    return jaxprs.rewrite(jaxpr, rule) if jaxpr.effects else jaxpr
 
 
 def _propagated(module: Any) -> Any:
@@ -214,12 +211,11 @@ def _specs(main: Any, name: str, avals: Sequence[Any]) -> tuple[MaybeSpec, ...]:
 
 
 def _spec(attributes: Any, aval: Any) -> MaybeSpec:
-    """Reads a spec off attributes; a dimension that a part of an axis splits counts as whole."""
+    """Reads a spec off attributes; Shardy makes whole what a part of an axis would split."""
     if "sdy.sharding" not in attributes:
         return None
     entries = []
     for dimension in sdy.TensorShardingAttr(attributes["sdy.sharding"]).dimension_shardings:
         axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]
-        parts = any(axis.sub_axis_info for axis in axes)
-        entries.append(() if parts else tuple(axis.name for axis in axes))
+        entries.append(tuple(axis.name for axis in axes))
     return tuple(entries[: len(aval.shape)])  # keys have a dimension more, of their bits

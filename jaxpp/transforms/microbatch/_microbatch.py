@@ -7,10 +7,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import DTypeLike, PyTree
 
-from jaxpp import _in_place, _jaxprs
-from jaxpp._definitions import definition_of
+from jaxpp import jaxprs
 from jaxpp._spellings import names_ours
-from jaxpp._typing import P, R
+from jaxpp.jaxprs import P, R, definition_of
 from jaxpp.transforms import _signature
 from jaxpp.transforms.microbatch import (
     _arguments,
@@ -138,7 +137,7 @@ def microbatch_by(
     fun: Callable[P, R],
     num_microbatches: int,
     in_axes: PyTree[int | str | None],
-    reduce: Callable[[Callable[[], _jaxprs.Traced]], PyTree[str | _reductions.Operator]],
+    reduce: Callable[[Callable[[], jaxprs.Traced]], PyTree[str | _reductions.Operator]],
     accumulator_dtype: PyTree[DTypeLike | None] = _reductions.AUTO,
     replicas: int = 1,
     merge: PyTree[str | Callable | None] = None,
@@ -162,8 +161,8 @@ def microbatch_by(
             return define(fun, *own)(*args, **kwargs)
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _signature.as_positional(fun, args, kwargs, most)
-        _jaxprs.refuse_array_likes(given)
-        _in_place.warn_of_shared("microbatch", given)
+        jaxprs.refuse_array_likes(given)
+        jaxprs.warn_of_shared("microbatch", given)
         leaves, tree = jtu.tree_flatten(given)
         entries = _arguments.broadcast_axes(in_axes, given)
         if any(e.axis == CARRY for e in entries):
@@ -171,8 +170,8 @@ def microbatch_by(
             pairs = zip(entries, leaves, numbers, strict=True)
             leaves = [number if e.axis == CARRY else x for e, x, number in pairs]
         pairs = list(zip(entries, leaves, strict=True))
-        handed_on = [x for e, x in pairs if e.axis == CARRY and not _jaxprs.is_array(x)]
-        entries = [e if _jaxprs.is_array(x) else _arguments.WHOLE for e, x in pairs]
+        handed_on = [x for e, x in pairs if e.axis == CARRY and not jaxprs.is_array(x)]
+        entries = [e if jaxprs.is_array(x) else _arguments.WHOLE for e, x in pairs]
         axes = [e.axis for e in entries]
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(given)[0]]
         _arguments.check_sizes(given, leaves, entries, paths, count, replicas)
@@ -181,7 +180,7 @@ def microbatch_by(
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         try:
-            traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
+            traced = jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
         except (TypeError, ValueError) as error:
             if not _arguments.note_on_keys(error, leaves, entries, paths):
                 _arguments.note_on_slices(error, leaves, entries, paths, count)
@@ -195,7 +194,7 @@ def microbatch_by(
         _outputs.check_carried(carried, operators, traced)
         _outputs.check_static(chosen, handed_on, traced)
         # Inputs of the traced jaxpr: the arrays closed over, then the array leaves in order.
-        arrays = [i for i, leaf in enumerate(leaves) if _jaxprs.is_array(leaf)]
+        arrays = [i for i, leaf in enumerate(leaves) if jaxprs.is_array(leaf)]
         inputs = list(traced.inputs[: traced.num_closed_over])
         roles = ["whole"] * len(inputs)
         for i in arrays:

@@ -10,17 +10,17 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jaxpp import _jaxprs, _primitives
+from jaxpp import jaxprs
+from jaxpp._messages import warn
 from jaxpp._specs import type_of
-from jaxpp._typing import Atom, Eqn, Jaxpr, Var
-from jaxpp._warn import warn
+from jaxpp.jaxprs import Atom, Eqn, Jaxpr, Var, primitives
 from jaxpp.transforms.microbatch import _reductions
 from jaxpp.transforms.microbatch._arguments import broadcast, is_none
 from jaxpp.transforms.microbatch._reductions import CARRY, Reduction
 
 
 def resolve_outputs(
-    reduce: Any, dtype: Any, traced: _jaxprs.Traced, replicas: int = 1, merge: Any = None
+    reduce: Any, dtype: Any, traced: jaxprs.Traced, replicas: int = 1, merge: Any = None
 ) -> list[Reduction]:
     """Finds the operator of each array in the result, of its reduction and accumulator's dtype.
 
@@ -54,7 +54,7 @@ def _is_reduction(x: Any) -> bool:
 
 
 def check_carried(
-    inputs: Sequence[tuple[str, Any]], operators: Sequence[Reduction], traced: _jaxprs.Traced
+    inputs: Sequence[tuple[str, Any]], operators: Sequence[Reduction], traced: jaxprs.Traced
 ) -> None:
     """Checks that a slice carries out the arrays that the next one takes."""
     outputs = [
@@ -83,7 +83,7 @@ def check_carried(
 _KEEPING = (None, "mean", "max", "last")
 
 
-def check_static(reduce: Any, handed_on: Sequence[Any], traced: _jaxprs.Traced) -> None:
+def check_static(reduce: Any, handed_on: Sequence[Any], traced: jaxprs.Traced) -> None:
     """Checks the outputs that are no arrays: they are the same in each slice, and in the result.
 
     Raises:
@@ -96,7 +96,7 @@ def check_static(reduce: Any, handed_on: Sequence[Any], traced: _jaxprs.Traced) 
         broadcast(reduce, outputs, "reduce", _is_reduction),
         strict=True,
     ):
-        if _jaxprs.is_array(x):
+        if jaxprs.is_array(x):
             continue
         if how == CARRY:
             given_back.append(x)
@@ -131,12 +131,12 @@ _OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def warn_of_averages(
-    traced: _jaxprs.Traced, small: Sequence[Any], axes: Sequence[Any], count: int
+    traced: jaxprs.Traced, small: Sequence[Any], axes: Sequence[Any], count: int
 ) -> None:
     """Warns of outputs that the default reduction averages: entries of examples, and sums."""
     pairs = list(zip(small, axes, strict=True))
     sizes = {x.shape[axis] for x, axis in pairs if isinstance(axis, int)} - {1}
-    whole = [x for x, axis in pairs if not isinstance(axis, int) and _jaxprs.is_array(x)]
+    whole = [x for x, axis in pairs if not isinstance(axis, int) and jaxprs.is_array(x)]
     # An output with the shape of a parameter counts as its gradient.
     parameters = {x.shape for x in [*whole, *traced.inputs[: traced.num_closed_over]]}
 
@@ -173,7 +173,7 @@ def warn_of_averages(
 
 
 #: The primitives that a sum may go through before it is an output: it is a sum still.
-_PASSED = _primitives.FREE | _primitives.ADDS | {"convert_element_type", "neg", "sub"}
+_PASSED = primitives.FREE | primitives.ADDS | {"convert_element_type", "neg", "sub"}
 
 
 def _summed_axes(eqn: Eqn) -> Sequence[int]:
@@ -189,9 +189,9 @@ def _factor(eqn: Eqn) -> tuple[Atom, float] | None:
         return None
     a, b = eqn.invars
     if eqn.primitive.name == "div":
-        return (a, 1 / float(b.val)) if _jaxprs.is_literal(b) and b.val else None
-    a, b = (b, a) if _jaxprs.is_literal(a) else (a, b)
-    return (a, float(b.val)) if _jaxprs.is_literal(b) else None
+        return (a, 1 / float(b.val)) if jaxprs.is_literal(b) and b.val else None
+    a, b = (b, a) if jaxprs.is_literal(a) else (a, b)
+    return (a, float(b.val)) if jaxprs.is_literal(b) else None
 
 
 def _sums(output: Atom, jaxpr: Jaxpr, keeps_sum: Callable[[float], bool]) -> list[Eqn]:
@@ -211,7 +211,7 @@ def _sums(output: Atom, jaxpr: Jaxpr, keeps_sum: Callable[[float], bool]) -> lis
     seen, rest = set(), [(output, enter(jaxpr, [None] * len(jaxpr.invars)))]
     while rest:
         v, (makers, operands) = rest.pop()
-        if _jaxprs.is_literal(v) or (v, id(makers)) in seen or v.aval.shape:
+        if jaxprs.is_literal(v) or (v, id(makers)) in seen or v.aval.shape:
             continue
         seen.add((v, id(makers)))
         eqn, operand = makers.get(v), operands.get(v)
@@ -219,8 +219,8 @@ def _sums(output: Atom, jaxpr: Jaxpr, keeps_sum: Callable[[float], bool]) -> lis
             rest.append(operand)
         elif eqn is None or not jnp.issubdtype(v.aval.dtype, jnp.inexact):
             continue
-        elif (called := _jaxprs.called_jaxpr(eqn)) is not None:
-            body = _jaxprs.opened(called)
+        elif (called := jaxprs.called_jaxpr(eqn)) is not None:
+            body = jaxprs.opened(called)
             inside = enter(body, [(x, (makers, operands)) for x in eqn.invars])
             rest.append((body.outvars[eqn.outvars.index(v)], inside))
         elif _summed_axes(eqn):
@@ -232,7 +232,7 @@ def _sums(output: Atom, jaxpr: Jaxpr, keeps_sum: Callable[[float], bool]) -> lis
     return found
 
 
-def warn_of_overwritten(traced: _jaxprs.Traced, operators: Sequence[Reduction]) -> None:
+def warn_of_overwritten(traced: jaxprs.Traced, operators: Sequence[Reduction]) -> None:
     """Warns of gradients that are added up, although they are the new values of a state."""
     for path, operator in zip(traced.output_paths(), operators, strict=True):
         if _OVERWRITTEN in path and _reductions.is_sum(operator):

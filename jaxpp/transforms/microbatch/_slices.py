@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from jaxpp import _compat, _jaxprs, _specs
+from jaxpp import _compat, _specs, jaxprs
 from jaxpp.transforms.microbatch import _reductions
 from jaxpp.transforms.microbatch._reductions import CARRY, Reduction, is_inexact
 from jaxpp.transforms.stages import call_merge, call_replica, keep_nothing
@@ -47,18 +47,18 @@ def loop_over_slices(
     loop = _Loop(jaxpr, roles, operators, count, replicas)
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or (not loop.scalars and replicas == 1):
-        return functools.partial(_jaxprs.run_compiled, loop.recomputed)
+        return functools.partial(jaxprs.run_compiled, loop.recomputed)
 
     def forward(*primals):
         inputs = [p.value for p in primals]
         active = [i for i, p in enumerate(primals) if p.perturbed and is_inexact(p.value)]
         run = functools.partial(loop.with_gradients, active=active)
-        outputs, gradients, values = _jaxprs.run_compiled(run, inputs)
+        outputs, gradients, values = jaxprs.run_compiled(run, inputs)
         return outputs, (inputs, gradients, values, dict.fromkeys(active, ()))
 
     def backward(residuals, cotangents):
         given = {k: ct for k, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)}
-        return _jaxprs.run_compiled(pull_back, *residuals, given)
+        return jaxprs.run_compiled(pull_back, *residuals, given)
 
     def pull_back(inputs, gradients, values, active, given):
         result: list[Any] = [None] * len(inputs)
@@ -72,7 +72,7 @@ def loop_over_slices(
         pairs = zip(result, inputs, strict=True)
         return tuple(g if g is None or g.dtype == x.dtype else g.astype(x.dtype) for g, x in pairs)
 
-    plain = functools.partial(_jaxprs.run_compiled, loop.plain)
+    plain = functools.partial(jaxprs.run_compiled, loop.plain)
     return _compat.custom_vjp(plain, forward, backward, symbolic_zeros=True)
 
 
@@ -91,7 +91,7 @@ def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
                 f"of. Differentiate first: microbatch(jax.value_and_grad(f, has_aux=True), M), or "
                 f"return one scalar."
             )
-    return _jaxprs.run(traced, cotangent)
+    return jaxprs.run(traced, cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +259,7 @@ class _Loop:
         return "slice", slices
 
     def _body(self, *inputs):
-        return _jaxprs.run(self.jaxpr, *inputs)
+        return jaxprs.run(self.jaxpr, *inputs)
 
     def _run(
         self, body: Callable, roles: Sequence[str], operators: Sequence[Reduction], *inputs: Any

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Hashable, Iterable
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Eqn
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph
 from jaxpp.transforms.place._build_loop import LoopTasks
@@ -101,24 +101,24 @@ class _Builder:
             call = stage_of_call(maker[v]) if v in maker else None
             kind = "gathered" if call is None else "edge"
             self.values.add(v, kind, f"{label} {_origin(maker.get(v))}")
-        part, constants = _jaxprs.lift_arrays(self._in_pairs(eqn))
+        part, constants = jaxprs.lift_arrays(self._in_pairs(eqn))
         inputs = tuple(map(self.values.operand, [*part.inputs, *constants]))
         outputs = tuple(map(self.values.operand, part.outputs))
         name = f"{label}_{'_'.join(map(str, stages))}"
-        key = _jaxprs.structure(part.jaxpr)
+        key = jaxprs.structure(part.jaxpr)
         if key not in self.bodies:
-            self.bodies[key] = Body(name, _jaxprs.with_kept_constants(part.jaxpr), None)
+            self.bodies[key] = Body(name, jaxprs.with_copied_constants(part.jaxpr), None)
         body = self.bodies[key]
         for rank in self.ranks(stages):
             self.tasks.append(GraphTask(rank, body, inputs, outputs, label))
 
-    def _in_pairs(self, eqn: Eqn) -> _jaxprs.Part:
+    def _in_pairs(self, eqn: Eqn) -> jaxprs.Part:
         """A segment's jaxpr, in which new values, and the old ones they replace, come first.
 
         JAX gives the memory of donated inputs to outputs of the same type in their order: so each
         new value takes the place of its own old one, and XLA has nothing to copy.
         """
-        inside, read = _jaxprs.opened(eqn.params["jaxpr"]), _jaxprs.variables(eqn.invars)
+        inside, read = jaxprs.opened(eqn.params["jaxpr"]), jaxprs.variables(eqn.invars)
         new = [n for n, v in enumerate(eqn.outvars) if self.before.get(v) in read]
         old = list(dict.fromkeys(read.index(self.before[eqn.outvars[n]]) for n in new))
         outputs = [*new, *(n for n in range(len(eqn.outvars)) if n not in new)]
@@ -126,7 +126,7 @@ class _Builder:
         jaxpr = _compat.make_closed_jaxpr(
             [inside.invars[n] for n in inputs], [inside.outvars[n] for n in outputs], inside.eqns
         )
-        return _jaxprs.Part(
+        return jaxprs.Part(
             jaxpr, tuple(read[n] for n in inputs), tuple(eqn.outvars[n] for n in outputs)
         )
 

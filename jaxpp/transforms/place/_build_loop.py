@@ -9,8 +9,8 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, schedules
-from jaxpp._typing import Aval, Eqn, Literal, Var
+from jaxpp import _compat, jaxprs, schedules
+from jaxpp.jaxprs import Aval, Eqn, Literal, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms.graph import Body, GraphTask, Value
 from jaxpp.transforms.place._loop_bodies import Arrays, computation, lifted
@@ -86,7 +86,7 @@ class LoopTasks:
         """
         carries, shared = {*self.loop.carries}, {}
         for (v, d), atom in zip(operands_of(self.loop), eqn.invars, strict=True):
-            if v in carries and (_jaxprs.is_literal(atom) or atom not in self.values.current):
+            if v in carries and (jaxprs.is_literal(atom) or atom not in self.values.current):
                 continue
             value = self.values.operand(atom)
             directions = range(self.loop.num_directions) if d is None else [d]
@@ -99,11 +99,11 @@ class LoopTasks:
         """Makes a task that computes."""
         eqn, own = self.equations[task.kind, task.stage], self.bodies[task.kind, task.stage]
         direction = self._direction(task)
-        inputs = [self._read(v, task) for v in _jaxprs.variables(eqn.invars)]
+        inputs = [self._read(v, task) for v in jaxprs.variables(eqn.invars)]
         inputs += own.constants
         if own.is_indexed:
             number = np.int32(self._microbatch(task))
-            inputs.append(self.values.operand(_jaxprs.literal_of(number)))
+            inputs.append(self.values.operand(jaxprs.literal_of(number)))
         inputs += [self.shared[v, direction] for v in eqn.outvars if self.kept_in.get(v) is v]
         outputs = [
             self._update(v, task) if v in self.kept_in else self._send(v, task) for v in eqn.outvars
@@ -166,7 +166,7 @@ class LoopTasks:
         found: dict[Var, tuple[bool, bool]] = {}
         for task in self.loop.tasks:
             key = task.params["key"]
-            for v in _jaxprs.variables(task.invars):
+            for v in jaxprs.variables(task.invars):
                 moves = v in made and v.aval.size > 1 and _compat.memory_kind(v.aval) is None
                 if moves and ranks[key.stage] == ranks[stage]:
                     alone, wanted = found.get(v, (True, False))
@@ -197,7 +197,7 @@ class LoopTasks:
     ) -> _LoopBody:
         """Makes the body of a task; `jaxpr` is the task's, and takes `constants` last."""
         arrays = self._arrays(task)
-        key = _jaxprs.structure(jaxpr), arrays
+        key = jaxprs.structure(jaxpr), arrays
         if (body := self.all_bodies.get(key)) is None:
             made = computation(jaxpr, arrays, self.values.inside)
             body = self.all_bodies[key] = Body(str(task.params["key"]), *made)

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._ambient import without_mesh
+from jaxpp import _compat, jaxprs
 from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program, Run
+from jaxpp.jaxprs import without_mesh
 from jaxpp.transforms._signature import Signature, as_positional
 from jaxpp.transforms._step import Step, changes
 from jaxpp.transforms.initialize import (
@@ -43,7 +43,7 @@ class Lowered:
     passes: Mapping[str, Step]
     _finish: Callable[[Bundle], "Compiled"]
     #: Traces the function again, as when it was lowered.
-    retrace: Callable[[], _jaxprs.Traced]
+    retrace: Callable[[], jaxprs.Traced]
     #: JAX's settings when it was lowered.
     context: Any = None
     #: The positions of the arguments that the user donates.
@@ -175,9 +175,9 @@ class Compiled:
         check_initializer(first_arguments(traced), self.signature.types)
         return self.run_initializer(traced, args)
 
-    def run_initializer(self, traced: _jaxprs.Traced, args: Sequence[Any]) -> Any:
+    def run_initializer(self, traced: jaxprs.Traced, args: Sequence[Any]) -> Any:
         """Runs an initialiser that is known to match the step; `traced` is its trace at `args`."""
-        paths = [jtu.keystr(p) for p, x in jtu.tree_leaves_with_path(args) if _jaxprs.is_array(x)]
+        paths = [jtu.keystr(p) for p, x in jtu.tree_leaves_with_path(args) if jaxprs.is_array(x)]
         names = [*(f" closed over, {n}" for n in range(traced.num_closed_over)), *paths]
         bundle = lower_initializer(traced, self.bundle, names)
         return traced.rebuild(load(self._mesh, bundle)(traced.inputs))

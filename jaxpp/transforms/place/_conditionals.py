@@ -15,8 +15,8 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs, _specs
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, _specs, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var
 from jaxpp.transforms._step import Guard, Step
 from jaxpp.transforms.stages import is_stage_call
 from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
@@ -32,7 +32,7 @@ def open_spanning(step: Step) -> Step:
         stages = _array_stages(jaxpr)
 
         def is_spanning(eqn) -> bool:
-            read = [stages.get(v, frozenset()) for v in _jaxprs.variables(eqn.invars)]  # noqa: B023
+            read = [stages.get(v, frozenset()) for v in jaxprs.variables(eqn.invars)]  # noqa: B023
             return len(frozenset().union(*read)) > 1 and not any(eqn is e for e in effects)
 
         spanning = [e for e in jaxpr.eqns if e.primitive.name == "cond" and is_spanning(e)]
@@ -56,7 +56,7 @@ def open_conditionals(
         effects: a list to which are added the conditionals that the result keeps: an equation with
             an effect is put under one of its own at once.
     """
-    known, found = _jaxprs.Substitution(), dict(guards)
+    known, found = jaxprs.Substitution(), dict(guards)
     eqns: list[Eqn] = []
     for old in jaxpr.eqns:
         eqn = known.rename(old)
@@ -67,10 +67,10 @@ def open_conditionals(
         outer = next((found.pop(v) for v in eqn.outvars if v in found), ())
         outcomes = []
         for k, branch in enumerate(eqn.params["branches"]):
-            guard = outer if _jaxprs.is_literal(index) else (*outer, (index, k))
+            guard = outer if jaxprs.is_literal(index) else (*outer, (index, k))
             inner, results = _branch(branch, operands, eqn)
             outcomes.append(results)
-            if _jaxprs.is_literal(index) and k != index.val:
+            if jaxprs.is_literal(index) and k != index.val:
                 continue
             for e in inner:
                 if e.effects and guard:
@@ -79,11 +79,11 @@ def open_conditionals(
                 else:
                     found.update(dict.fromkeys(e.outvars, guard) if guard else {})
                     eqns.append(e)
-        if _jaxprs.is_literal(index):
+        if jaxprs.is_literal(index):
             known.of.update(zip(eqn.outvars, outcomes[int(index.val)], strict=True))
             continue
         for out, *cases in zip(eqn.outvars, *outcomes, strict=True):
-            eqns += _jaxprs.splice(_select, [index, *cases], [out])
+            eqns += jaxprs.splice(_select, [index, *cases], [out])
             if outer:
                 found[out] = outer
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
@@ -92,11 +92,11 @@ def open_conditionals(
 
 def _branch(branch: Any, operands: Sequence[Atom], eqn: Eqn) -> tuple[list[Eqn], list[Atom]]:
     """Returns the equations of a branch, its calls inlined, and its result atoms."""
-    opened, values = _jaxprs.without_constants(branch)
-    flat = _jaxprs.inline(opened, lambda e: not is_stage_call(e))
+    opened, values = jaxprs.without_constants(branch)
+    flat = jaxprs.inline(opened, lambda e: not is_stage_call(e))
     consts = zip(values, flat.jaxpr.invars, strict=False)
-    return _jaxprs.inline_body(
-        flat, [*(_jaxprs.literal(c, v.aval) for c, v in consts), *operands], eqn
+    return jaxprs.inline_body(
+        flat, [*(jaxprs.literal(c, v.aval) for c, v in consts), *operands], eqn
     )
 
 
@@ -121,18 +121,18 @@ def close_conditionals(
             runs.append((guard, []))
         runs[-1][1].append(eqn)
     closed: list[Eqn] = []
-    read = set(_jaxprs.variables(outputs))
+    read = set(jaxprs.variables(outputs))
     for guard, run in reversed(runs):
-        made = [v for v in _jaxprs.results_of(run) if v in read]
+        made = [v for v in jaxprs.results_of(run) if v in read]
         closed[:0] = under(guard, run, made) if guard else run
-        read |= _jaxprs.operands_of(run)
+        read |= jaxprs.operands_of(run)
         read.update(v for v, _ in guard)
     return closed
 
 
 def under(guard: Guard, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> list[Eqn]:
     """Puts equations under a `cond` that makes the outputs where a guard holds, else zeros."""
-    part, literals = _jaxprs.lift_arrays(_jaxprs.part(eqns, outputs))
+    part, literals = jaxprs.lift_arrays(jaxprs.part(eqns, outputs))
     numbers = [k for _, k in guard]
 
     def run(*values):
@@ -140,11 +140,11 @@ def under(guard: Guard, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> list[Eqn
         holds = functools.reduce(operator.and_, [v == k for v, k in zip(own, numbers, strict=True)])
         return jax.lax.cond(
             holds,
-            lambda: _jaxprs.run(part.jaxpr, *operands),
+            lambda: jaxprs.run(part.jaxpr, *operands),
             lambda: [_specs.filled(v.aval, 0) for v in outputs],
         )
 
-    return _jaxprs.splice(run, [*(v for v, _ in guard), *part.inputs, *literals], outputs)
+    return jaxprs.splice(run, [*(v for v, _ in guard), *part.inputs, *literals], outputs)
 
 
 def _array_stages(jaxpr) -> dict[Var, frozenset[int]]:
@@ -159,7 +159,7 @@ def _array_stages(jaxpr) -> dict[Var, frozenset[int]]:
             stages.update(zip(eqn.outvars, result_stages(eqn), strict=True))
             continue
         union = frozenset().union(
-            *(stages.get(v, frozenset()) for v in _jaxprs.variables(eqn.invars) if v.aval.size > 1)
+            *(stages.get(v, frozenset()) for v in jaxprs.variables(eqn.invars) if v.aval.size > 1)
         )
         stages.update((v, union) for v in eqn.outvars)
     return stages

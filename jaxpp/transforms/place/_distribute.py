@@ -15,9 +15,8 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._groups import Flow, union
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Flow, Var, primitives, union
 from jaxpp.transforms._step import Fact, Guard, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
@@ -40,7 +39,7 @@ def distribute(step: Step) -> Step:
     if not bounds:
         return step.with_guards(jaxpr, guards)
     invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
-    cuts = [None if _jaxprs.is_literal(v) else bounds.get(v) for v in outvars]
+    cuts = [None if jaxprs.is_literal(v) else bounds.get(v) for v in outvars]
     given = {v: part_vars(v, bounds[v]) for v in invars if v in bounds}
     slicer = in_parts(jaxpr.eqns, bounds, given)
     ins = list(itertools.chain(*(given.get(v, [v]) for v in invars)))
@@ -96,12 +95,12 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Slices arrays that the step closes over right away, so that no rank gets their other rows."""
 
     def rule(eqn):
-        if not takes_some_rows(eqn) or not _jaxprs.is_literal(eqn.invars[0]):
+        if not takes_some_rows(eqn) or not jaxprs.is_literal(eqn.invars[0]):
             return None
-        value = eqn.primitive.bind(_jaxprs.literal_array(eqn.invars[0]), **eqn.params)
-        return [], [_jaxprs.literal(value, eqn.outvars[0].aval)]
+        value = eqn.primitive.bind(jaxprs.literal_array(eqn.invars[0]), **eqn.params)
+        return [], [jaxprs.literal(value, eqn.outvars[0].aval)]
 
-    return _jaxprs.rewrite(jaxpr, rule)
+    return jaxprs.rewrite(jaxpr, rule)
 
 
 def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, Guard]]:
@@ -116,25 +115,25 @@ def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, G
             for e in jaxpr.eqns
             if e.primitive.name in ("cond", "custom_linear_solve")
             and not e.effects
-            and any(v in bounds for v in _jaxprs.variables([*e.invars, *e.outvars]))
+            and any(v in bounds for v in jaxprs.variables([*e.invars, *e.outvars]))
         ]
         conditionals = [e for e in stuck if e.primitive.name == "cond"]
         if conditionals:
             jaxpr, guards = _conditionals.open_conditionals(jaxpr, conditionals, guards, [])
         elif systems := {v for e in stuck for v in e.outvars if v not in guards}:
-            jaxpr = _jaxprs.rewrite(jaxpr, functools.partial(_solution, systems))
+            jaxpr = jaxprs.rewrite(jaxpr, functools.partial(_solution, systems))
         else:
             return jaxpr, bounds, guards
 
 
-def _solution(systems: set[Var], eqn: Eqn) -> _jaxprs.Replacement | None:
+def _solution(systems: set[Var], eqn: Eqn) -> jaxprs.Replacement | None:
     """Opens a `custom_linear_solve`: its other functions are for derivatives of the solution."""
     if systems.isdisjoint(eqn.outvars):
         return None
-    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    bodies, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     rest = eqn.invars[lengths.matvec + lengths.vecmat :]
     operands = [*rest[: lengths.solve], *rest[lengths.solve + lengths.transpose_solve :]]
-    return _jaxprs.inline_body(_jaxprs.inline(jaxprs.solve, lambda e: True), operands, eqn)
+    return jaxprs.inline_body(jaxprs.inline(bodies.solve, lambda e: True), operands, eqn)
 
 
 def _bounds(
@@ -144,7 +143,7 @@ def _bounds(
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
     classes = Classes(eqns, tied)
     stay = {classes.of(invars[n]) for n in whole}
-    variables = [*invars, *_jaxprs.results_of(eqns)]
+    variables = [*invars, *jaxprs.results_of(eqns)]
     return classes.bounds(_used(eqns), [v for v in variables if classes.of(v) not in stay])
 
 
@@ -154,13 +153,13 @@ def _used(eqns: Sequence[Eqn]) -> Iterator[tuple[Var, tuple[int, int], frozenset
     readers, makers = _readers(flow), _makers(flow)
     for eqn in eqns:
         if takes_some_rows(eqn) and (interval := slice_interval(eqn)):
-            if not _jaxprs.is_literal(eqn.invars[0]) and eqn.outvars[0] in readers:
+            if not jaxprs.is_literal(eqn.invars[0]) and eqn.outvars[0] in readers:
                 yield eqn.invars[0], interval, readers[eqn.outvars[0]]
         elif (intervals := concatenation_intervals(eqn)) and all(
-            v in makers for v in _jaxprs.variables(eqn.invars)
+            v in makers for v in jaxprs.variables(eqn.invars)
         ):
             for v, own in zip(eqn.invars, intervals, strict=True):
-                yield eqn.outvars[0], own, frozenset() if _jaxprs.is_literal(v) else makers[v]
+                yield eqn.outvars[0], own, frozenset() if jaxprs.is_literal(v) else makers[v]
 
 
 def _makers(flow: Flow) -> dict[Var, frozenset[int]]:
@@ -170,7 +169,7 @@ def _makers(flow: Flow) -> dict[Var, frozenset[int]]:
         eqn = flow.eqns[i]
         if is_loop(eqn):
             return dict(zip(eqn.outvars, result_stages(eqn), strict=True))
-        adds = is_reduction(eqn) or eqn.primitive.name in _primitives.ADDS
+        adds = is_reduction(eqn) or eqn.primitive.name in primitives.ADDS
         return union(near) if adds and len(near) == len(flow.reads[i]) else None
 
     return flow.down({}, rule)

@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Callable, Sequence
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import P, R
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import P, R
 from jaxpp.transforms.graph import GraphTask, TaskGraph, Value
 from jaxpp.transforms.place._place import Placed
 
@@ -50,7 +50,7 @@ def edit_tasks(step: Placed[P, R], rule: Callable[[TaskGraph], TaskGraph]) -> Pl
 
 def _checked(rule: Callable[[TaskGraph], TaskGraph], graph: TaskGraph) -> TaskGraph:
     """Applies a rule; checks that the tasks can run in the order that it gives."""
-    who = f"edit_tasks: the rule {_jaxprs.described(rule)}"
+    who = f"edit_tasks: the rule {jaxprs.describe_function(rule)}"
     new = rule(graph)
     if not isinstance(new, TaskGraph):
         raise ValueError(f"{who} gave {new!r}; a rule gives the graph, edited or not.")

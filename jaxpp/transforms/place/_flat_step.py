@@ -11,10 +11,9 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs, _next
-from jaxpp._groups import Flow
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Role
-from jaxpp._typing import Eqn, Var
+from jaxpp.jaxprs import Eqn, Flow, Var
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.stages import is_backward_call, is_enter, is_stage_call
@@ -31,26 +30,26 @@ from jaxpp.transforms.tasks import (
 
 def flatten(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Inlines all calls of a step, but for those of stages outside of loops, and of reductions."""
-    flat = _jaxprs.inline(jaxpr, lambda e: not (is_stage_call(e) or is_reduction(e)))
+    flat = jaxprs.inline(jaxpr, lambda e: not (is_stage_call(e) or is_reduction(e)))
     for eqn in flat.eqns:
         if is_loop(eqn):
             continue
         if holds_microbatch_loop(eqn):
             raise error_inside("place", "a microbatch loop", eqn)
         if is_microbatch_loop(eqn):
-            trains = _jaxprs.contains(eqn, is_backward_call)
+            trains = jaxprs.contains(eqn, is_backward_call)
             name = "OneFOneB" if trains else "ForwardOnly"
             raise ValueError(
                 f"place: the microbatch loop{_compat.at_source_line(eqn)} has no schedule; wrap "
                 f"the function: schedule(fun, jaxpp.schedules.{name}())."
             )
-        if _jaxprs.contains(eqn, was_loop):
+        if jaxprs.contains(eqn, was_loop):
             raise ValueError(
                 f"place: the scheduled loop{_compat.at_source_line(eqn)} was differentiated, or "
                 f"checkified, and has no schedule any more; do so first, then schedule: "
                 f"schedule(jax.grad(microbatch(wrap_forward(f), M)), ...)."
             )
-        if _jaxprs.contains(eqn, is_loop):
+        if jaxprs.contains(eqn, is_loop):
             raise error_inside("place", "a scheduled loop", eqn)
     _refuse_checks(flat)
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
@@ -80,7 +79,7 @@ def _refuse_checks(flat) -> None:
         return False
 
     for eqn in flat.eqns:
-        _jaxprs.contains(eqn, look)
+        jaxprs.contains(eqn, look)
 
 
 def unused_mark(jaxpr: jex.ClosedJaxpr) -> Eqn | None:
@@ -94,7 +93,7 @@ def unused_mark(jaxpr: jex.ClosedJaxpr) -> Eqn | None:
             used.append(eqn)
         return bool(used)
 
-    return None if any(_jaxprs.contains(e, look) for e in jaxpr.eqns) or not marks else marks[0]
+    return None if any(jaxprs.contains(e, look) for e in jaxpr.eqns) or not marks else marks[0]
 
 
 def own_results(step: Step) -> Step:
@@ -103,7 +102,7 @@ def own_results(step: Step) -> Step:
     A donated argument that is itself a result is not copied, and is donated no more.
     """
     pairs = list(zip(step.jaxpr.jaxpr.invars, step.arguments, strict=True))
-    jaxpr = _jaxprs.own_outputs(step.jaxpr, [v for v, a in pairs if not a.donated])
+    jaxpr = jaxprs.with_separate_outputs(step.jaxpr, [v for v, a in pairs if not a.donated])
     results = set(jaxpr.jaxpr.outvars)
     arguments = tuple(
         dataclasses.replace(a, donated=False) if v in results else a for v, a in pairs
@@ -122,8 +121,8 @@ def skip_carries(step: Step) -> Step:
         same = {out: carry for out, carry, place in cases if not place}
         return [eqn], [same.get(v, v) for v in eqn.outvars]
 
-    known = _jaxprs.Substitution()
-    jaxpr = _jaxprs.rewrite(step.jaxpr, rule, known)
+    known = jaxprs.Substitution()
+    jaxpr = jaxprs.rewrite(step.jaxpr, rule, known)
     guards: dict[Var, Any] = {
         v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()
     }
@@ -143,7 +142,7 @@ def find_roles(step: Step) -> Step:
         elif is_stage_call(eqn):
             for_all += eqn.invars
     flow = Flow(jaxpr.eqns)
-    read, batch = ({v for v, _ in flow.behind(_jaxprs.variables(a))} for a in (for_all, sliced))
+    read, batch = ({v for v, _ in flow.behind(jaxprs.variables(a))} for a in (for_all, sliced))
     state = frozenset(step.pairs.values())
 
     def role(n: int, v: Var) -> Role:
@@ -164,7 +163,7 @@ def find_roles(step: Step) -> Step:
 def pair_state(
     args: Sequence[Any],
     donate_argnums: Collection[int],
-    traced: _jaxprs.Traced,
+    traced: jaxprs.Traced,
     jaxpr: jex.ClosedJaxpr,
 ) -> dict[int, int]:
     """Finds the outputs that are arguments of the next call, by output the number of the input.
@@ -173,20 +172,22 @@ def pair_state(
     only if it is donated, since a scalar loss looks like a scalar argument.
     """
     inside = jaxpr.jaxpr
-    numbered = _next.numbered(tuple(args), (v.aval for v in inside.invars))
+    numbered = jaxprs.number_leaves(tuple(args), (v.aval for v in inside.invars))
     arguments = {
         n: tree
         for n, tree in enumerate(numbered)
-        if _next.numbers(tree) and (n in donate_argnums or not isinstance(tree, _next.Leaf))
+        if jaxprs.leaf_numbers(tree) and (n in donate_argnums or not isinstance(tree, jaxprs.Leaf))
     }
-    result = traced.rebuild(_next.leaves(v.aval for v in inside.outvars))
-    found = _next.next_values(arguments, result, lambda: _origins(jaxpr))
+    result = traced.rebuild(jaxprs.leaves_of(v.aval for v in inside.outvars))
+    found = jaxprs.next_values(arguments, result, lambda: _origins(jaxpr))
     return {
         new: old
         for n, part in found.items()
-        for new, old in zip(_next.numbers(part), _next.numbers(arguments[n]), strict=True)
+        for new, old in zip(
+            jaxprs.leaf_numbers(part), jaxprs.leaf_numbers(arguments[n]), strict=True
+        )
     }
 
 
 def _origins(jaxpr: jex.ClosedJaxpr) -> list[frozenset[int]]:
-    return _next.origins(jaxpr, jaxpr.jaxpr.invars, lambda e: is_loop(e) or is_stage_call(e))
+    return jaxprs.origins(jaxpr, jaxpr.jaxpr.invars, lambda e: is_loop(e) or is_stage_call(e))

@@ -7,9 +7,9 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, _numbers, _primitives
+from jaxpp import _compat, jaxprs
 from jaxpp._specs import as_weak_as
-from jaxpp._typing import Aval, Eqn, Literal, Var
+from jaxpp.jaxprs import Aval, Eqn, Literal, Var, primitives
 from jaxpp.transforms._step import Inside
 from jaxpp.transforms.inside import on_rows
 from jaxpp.transforms.tasks import rows_type
@@ -60,13 +60,13 @@ def computation(
     for i, aval in enumerate(arrays.slices):
         if aval is not None:
             x, invars[i] = invars[i], Var(aval)
-            before += _jaxprs.splice(_read, [invars[i], index], [x])
+            before += jaxprs.splice(_read, [invars[i], index], [x])
     buffers, after, outvars = list[Var](), [], list(jaxpr.jaxpr.outvars)
     for i, aval in enumerate(arrays.buffers):
         if aval is not None:
             y, outvars[i] = outvars[i], Var(aval)
             buffers.append(Var(aval))
-            after += _jaxprs.splice(_write, [y, index, buffers[-1]], [outvars[i]])
+            after += jaxprs.splice(_write, [y, index, buffers[-1]], [outvars[i]])
     invars += [index] * arrays.is_indexed
     first = len(invars)
     whole = _compat.make_closed_jaxpr([*invars, *buffers], outvars, [*before, *jaxpr.eqns, *after])
@@ -74,7 +74,7 @@ def computation(
     if arrays.replicas > 1:
         others = [False] * (first - len(arrays.has_rows))
         whole = _on_rows(whole, [*arrays.has_rows, *others, *[True] * len(buffers)], arrays, inside)
-    return _jaxprs.with_kept_constants(whole), donated
+    return jaxprs.with_copied_constants(whole), donated
 
 
 def _read(x, index):
@@ -94,7 +94,7 @@ def _on_rows(
         rows_type(v.aval, arrays.replicas) if own else v.aval
         for v, own in zip(jaxpr.jaxpr.invars, has_rows, strict=True)
     ]
-    made, constants = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals))
+    made, constants = jaxprs.without_constants(jax.make_jaxpr(run)(*avals))
     assert not constants
     return made
 
@@ -102,27 +102,27 @@ def _on_rows(
 def lifted(tasks: Sequence[Eqn]) -> list[tuple[jex.ClosedJaxpr, tuple[Literal, ...]]]:
     """Turns arrays in tasks, and numbers in which they differ, into inputs; also gives these."""
     found = []
-    for part, numbers in _numbers.lift_differing([_whole(t.params["jaxpr"]) for t in tasks]):
-        part, arrays = _jaxprs.lift_arrays(part)
+    for part, numbers in jaxprs.lift_differing([_whole(t.params["jaxpr"]) for t in tasks]):
+        part, arrays = jaxprs.lift_arrays(part)
         found.append((part.jaxpr, (*numbers, *arrays)))
     return found
 
 
-def _whole(jaxpr: jex.ClosedJaxpr) -> _jaxprs.Part:
+def _whole(jaxpr: jex.ClosedJaxpr) -> jaxprs.Part:
     """Inlines the calls in a task that close over arrays, or have derivative rules of their own.
 
     A task is differentiated no more.
     """
 
     def closes_over(eqn) -> bool:
-        is_plain = eqn.primitive.name in _primitives.PLAIN_CALLS
-        return is_plain and bool(_compat.constants_of(_jaxprs.called_jaxpr(eqn)))
+        is_plain = eqn.primitive.name in primitives.PLAIN_CALLS
+        return is_plain and bool(_compat.constants_of(jaxprs.called_jaxpr(eqn)))
 
     def is_opened(eqn) -> bool:
         name = eqn.primitive.name
-        return name in _primitives.CUSTOM_RULES or (
-            name in _primitives.PLAIN_CALLS and _jaxprs.contains(eqn, closes_over)
+        return name in primitives.CUSTOM_RULES or (
+            name in primitives.PLAIN_CALLS and jaxprs.contains(eqn, closes_over)
         )
 
-    plain = _jaxprs.inline(jaxpr, is_opened)
-    return _jaxprs.Part(plain, tuple(plain.jaxpr.invars), tuple(plain.jaxpr.outvars))
+    plain = jaxprs.inline(jaxpr, is_opened)
+    return jaxprs.Part(plain, tuple(plain.jaxpr.invars), tuple(plain.jaxpr.outvars))

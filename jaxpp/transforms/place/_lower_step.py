@@ -10,11 +10,11 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
+from jaxpp._messages import warn
 from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Result, Role
 from jaxpp._specs import Spec, axis_sizes, replicated, type_of
-from jaxpp._typing import Eqn
-from jaxpp._warn import warn
+from jaxpp.jaxprs import Eqn
 from jaxpp.transforms._signature import Signature, with_keywords, without_keywords
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import TaskGraph, assign, lower
@@ -127,7 +127,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
 
 def _trace(
     fun: Callable, types: Any, in_specs: Sequence[Spec | None], inside: AbstractMesh | None
-) -> _jaxprs.Traced:
+) -> jaxprs.Traced:
     """Traces the step."""
     with _compat.numbered_errors():
         if inside is None:
@@ -149,10 +149,10 @@ def _warn_of_wrong_products(jaxpr: Any) -> None:
                 f"or compute the product apart from its reduction."
             )
             return
-        todo += [sub for eqn in eqns for sub in _jaxprs.sub_jaxprs(eqn)]
+        todo += [sub for eqn in eqns for sub in jaxprs.sub_jaxprs(eqn)]
 
 
-def _refuse_refs(traced: _jaxprs.Traced) -> None:
+def _refuse_refs(traced: jaxprs.Traced) -> None:
     uses = [e for e in traced.jaxpr.eqns if any(map(_compat.is_ref, e.invars))]
     if any(map(_compat.is_ref, traced.jaxpr.jaxpr.invars)):
         raise ValueError(
@@ -168,14 +168,14 @@ def _make_step(
     signature: Signature,
     inside: AbstractMesh | None,
     in_specs: list[Spec | None],
-    traced: _jaxprs.Traced,
+    traced: jaxprs.Traced,
 ) -> Step:
     """Makes a flat step of the traced function, the input of the first pass."""
     types = signature.types
     _refuse_refs(traced)
     # Arrays that the step closes over become literals: each rank that reads one gets it once.
     closed_over = traced.inputs[: traced.num_closed_over]
-    jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
+    jaxpr = jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
     outputs = [v.aval for v in jaxpr.jaxpr.outvars]
     results = traced.rebuild(map(type_of, outputs))
     out_specs = _specs("out_specs", request.out_specs, results, inside)
@@ -230,7 +230,7 @@ def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> li
 
 
 def _resolve_mesh(
-    given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced, eqns: Sequence[Eqn]
+    given: Mesh | None, programs: Sequence[Program], traced: jaxprs.Traced, eqns: Sequence[Eqn]
 ) -> Mesh:
     count = len(programs)
     mesh = PROVIDED["mesh"](count) if given is None else given
@@ -282,7 +282,7 @@ def _first_lines(eqns: Sequence[Eqn]) -> dict[int, str]:
             tasks = [task.params for task in ScheduledLoop.of(eqn).tasks]
             bodies = [(own["key"].stage, own["jaxpr"]) for own in tasks]
         elif call := stage_of_call(eqn):
-            bodies = [(call[0], _jaxprs.called_jaxpr(eqn))]
+            bodies = [(call[0], jaxprs.called_jaxpr(eqn))]
         for stage, body in bodies:
             found.setdefault(stage, next(filter(None, map(_compat.source_line, body.eqns)), ""))
     return found
@@ -291,7 +291,7 @@ def _first_lines(eqns: Sequence[Eqn]) -> dict[int, str]:
 def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
     check_positions("donate_argnums", request.donate_argnums, args)
     check_positions("static_argnums", request.static_argnums, args)
-    _jaxprs.refuse_array_likes(args)
+    jaxprs.refuse_array_likes(args)
     for keys, leaf in jtu.tree_leaves_with_path(args):
         path = jtu.keystr(keys)
         if _compat.is_tracer(leaf):
@@ -299,7 +299,7 @@ def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
                 f"place: args{path} is a tracer that has left the jit, grad, vmap or scan that "
                 f"made it; return it from there."
             )
-        if not _jaxprs.is_array(leaf):
+        if not jaxprs.is_array(leaf):
             try:
                 hash(leaf)
             except TypeError:

@@ -11,15 +11,12 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpp import _compat, _in_place, _jaxprs
-from jaxpp._ambient import without_mesh
-from jaxpp._donation import check_arrays
-from jaxpp._garbage import without_collections
+from jaxpp import _compat, jaxprs
+from jaxpp._messages import is_called_by_jaxpp, warn
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
-from jaxpp._typing import P, R
-from jaxpp._warn import is_called_by_jaxpp, warn
+from jaxpp.jaxprs import P, R, check_arrays, without_collections, without_mesh
 from jaxpp.transforms._signature import Signature, as_positional, positional
 from jaxpp.transforms.graph import TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
@@ -248,14 +245,14 @@ class Placed(Generic[P, R]):
         check_arrays((jtu.keystr(path), path[0].idx in donated, leaf) for path, leaf in leaves)
 
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
-        _in_place.warn_of_shared("place", args)
+        jaxprs.warn_of_shared("place", args)
         try:
             with without_collections():
                 return lower_step(self._request, args)
         except TypeError as error:  # such as those of JAX about values that are not known
             leaves = jtu.tree_leaves_with_path(args)
             arrays = Signature.of(args, self._request.static_argnums).arrays
-            numbers = [i for i in arrays if not _jaxprs.is_array(leaves[i][1])]
+            numbers = [i for i in arrays if not jaxprs.is_array(leaves[i][1])]
             if numbers:
                 named = ", ".join(f"args{jtu.keystr(leaves[i][0])}" for i in numbers)
                 error.add_note(

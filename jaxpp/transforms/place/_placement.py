@@ -13,9 +13,8 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._groups import union
-from jaxpp._typing import Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn, Var, union
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place._segments import Phases, Place, outline_segments
 from jaxpp.transforms.stages import is_stage_call, stage_of_call
@@ -68,7 +67,7 @@ class _Placer:
     def _demanded(self) -> dict[Var, Place]:
         """Finds where loops read what depends on no loop, directly or through other equations."""
         results = [v for i in self.flow.loops for v in self.eqns[i].outvars]
-        depends = _jaxprs.descendants(self.eqns, results)
+        depends = jaxprs.descendants(self.eqns, results)
 
         def is_repeated(i: int) -> bool:
             eqn = self.eqns[i]
@@ -123,7 +122,7 @@ class _Placer:
             return
         if any(v in self.demanded or self.step.fact(v).anywhere for v in eqn.outvars):
             return
-        candidates = [(v, p) for v in _jaxprs.variables(eqn.invars) if (p := self._home(v))]
+        candidates = [(v, p) for v in jaxprs.variables(eqn.invars) if (p := self._home(v))]
         if not candidates:
             return
         if eqn.effects:
@@ -148,13 +147,13 @@ class _Placer:
 
         So ranks send the parts of a shared gradient, and not sums or updates of the parts.
         """
-        stack = _jaxprs.variables(eqn.invars)
+        stack = jaxprs.variables(eqn.invars)
         while stack:
             var = stack.pop()
             i = self.flow.maker.get(var)
             if i not in self.place_of or _size(var) == 1 or place <= self.place_of[i]:
                 continue
-            operands = _jaxprs.variables(self.eqns[i].invars)
+            operands = jaxprs.variables(self.eqns[i].invars)
             # A sum makes less to send, and has the same place whatever the number of its addends.
             sums = self.eqns[i].primitive.name == "reduce_sum"
             smaller = sums or any(_size(v) > _size(var) for v in operands)
@@ -196,14 +195,14 @@ class _Placer:
         """Pins each effect that reads no placed value: to the place that wants its arguments."""
         left = [i for i, e in enumerate(self.eqns) if e.effects and not self.is_fixed(i)]
         for i in left:
-            self._pin_effect(i, self._place_of_roots(_jaxprs.variables(self.eqns[i].invars)))
+            self._pin_effect(i, self._place_of_roots(jaxprs.variables(self.eqns[i].invars)))
         for i in left:
             self._want_at(i)
 
     def _settle_outputs(self) -> None:
         """Places each unplaced result with the argument that it becomes, or is made from."""
         for var, result in zip(self.outs, self.step.results, strict=True):
-            if _jaxprs.is_literal(var) or var in self.pinned or var not in self.flow.maker:
+            if jaxprs.is_literal(var) or var in self.pinned or var not in self.flow.maker:
                 continue
             i, place = self.flow.maker[var], None
             if result.becomes is not None:
@@ -260,7 +259,7 @@ def _reading_stages(eqn) -> dict[Var, Place] | None:
     if is_loop(eqn):
         return operand_stages(eqn)
     call = stage_of_call(eqn)
-    return call and dict.fromkeys(_jaxprs.variables(eqn.invars), frozenset({call[0]}))
+    return call and dict.fromkeys(jaxprs.variables(eqn.invars), frozenset({call[0]}))
 
 
 def _is_computed_once(eqn) -> bool:
@@ -270,5 +269,5 @@ def _is_computed_once(eqn) -> bool:
 
 def _reduces_to_scalar(eqn) -> bool:
     return all(_size(v) == 1 for v in eqn.outvars) and any(
-        _size(v) > 1 for v in _jaxprs.variables(eqn.invars)
+        _size(v) > 1 for v in jaxprs.variables(eqn.invars)
     )

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _specs
-from jaxpp._groups import Flow, in_levels, outline
+from jaxpp import _compat, _specs, jaxprs
 from jaxpp._program import REDUCTION
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp.jaxprs import Atom, Eqn, Flow, Var, in_levels, outline
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
@@ -136,7 +135,7 @@ class _Outliner:
         self._add(place, eqns, outputs, label)
 
     def _add(self, place: Place, eqns: Sequence[Eqn], outputs: Sequence[Var], label: str) -> None:
-        part = _jaxprs.part(eqns, outputs)
+        part = jaxprs.part(eqns, outputs)
         params = {"jaxpr": part.jaxpr, "stages": tuple(sorted(place)), "label": label}
         self.eqns.append(
             eqns[0].replace(
@@ -181,7 +180,7 @@ class _Outliner:
         for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
             own = starts.setdefault(loop.stage_number(task.params["key"].stage, direction), [])
             for n in (number[v, direction] for v in task.outvars if (v, direction) in number):
-                source, first[n] = first[n], _jaxprs.fresh_var(eqn.outvars[n])
+                source, first[n] = first[n], jaxprs.fresh_var(eqn.outvars[n])
                 own.append((source, first[n]))
         for stage in sorted(filter(starts.get, starts)):
             self._start(frozenset({stage}), starts[stage])
@@ -189,40 +188,40 @@ class _Outliner:
         invars[carries] = first[:count]
         self.eqns.append(eqn.replace(invars=[*invars, *first[count:]]))
 
-    def _make_operands(self, eqn: Eqn, carries: slice) -> _jaxprs.Substitution:
+    def _make_operands(self, eqn: Eqn, carries: slice) -> jaxprs.Substitution:
         """Computes the operands of a loop that have no place where the loop reads them."""
-        known = _jaxprs.Substitution()
+        known = jaxprs.Substitution()
         places = operand_stages(eqn)
         by_place: dict[Place, list[Var]] = {}
         read = [*eqn.invars[: carries.start], *eqn.invars[carries.stop :]]
-        for var in dict.fromkeys(_jaxprs.variables(read)):
+        for var in dict.fromkeys(jaxprs.variables(read)):
             if var in places and self._is_free(var):
                 by_place.setdefault(places[var], []).append(var)
         for place, variables in by_place.items():
             eqns = self._needed(variables)
-            made = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in variables)
+            made = jaxprs.Substitution((v, jaxprs.fresh_var(v)) for v in variables)
             known.of.update(made.of)
             self._add(
                 place,
                 list(map(made.rename_all, eqns)),
-                _jaxprs.variables(map(made, variables)),
+                jaxprs.variables(map(made, variables)),
                 "prepare",
             )
         return known
 
     def _start(self, place: Place, pairs: Sequence[tuple[Atom | None, Var]]) -> None:
         """Makes the first accumulators of a stage; each has memory of its own."""
-        needed = [v for v, _ in pairs if v is not None and not _jaxprs.is_literal(v)]
+        needed = [v for v, _ in pairs if v is not None and not jaxprs.is_literal(v)]
         eqns = self._needed([v for v in needed if self._is_free(v)])
-        local = set(_jaxprs.results_of(eqns))
-        rename = _jaxprs.Substitution()
+        local = set(jaxprs.results_of(eqns))
+        rename = jaxprs.Substitution()
         extra = []
         for source, target in pairs:
             if source is None:
                 zeros = lambda a=target.aval: _specs.filled(a, 0)  # noqa: E731
-                extra += _jaxprs.splice(zeros, [], [target])
-            elif _jaxprs.is_literal(source) or source not in local or source in rename.of:
-                extra += _jaxprs.splice(jax.lax.optimization_barrier, [source], [target])
+                extra += jaxprs.splice(zeros, [], [target])
+            elif jaxprs.is_literal(source) or source not in local or source in rename.of:
+                extra += jaxprs.splice(jax.lax.optimization_barrier, [source], [target])
             else:
                 rename.of[source] = target
         self._add(

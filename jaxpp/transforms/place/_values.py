@@ -4,10 +4,10 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp._program import Argument
 from jaxpp._specs import Spec, replicated
-from jaxpp._typing import Atom, Eqn, Literal, Var
+from jaxpp.jaxprs import Atom, Eqn, Literal, Var
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Value
 from jaxpp.transforms.place._segments import is_segment
@@ -31,7 +31,7 @@ class Values:
             for segment in filter(is_segment, step.jaxpr.eqns)
             for e in segment.params["jaxpr"].eqns
             if e.outvars and (why := step.fact(e.outvars[0]).gathered)
-            for v in _jaxprs.variables(e.invars)
+            for v in jaxprs.variables(e.invars)
         }
         #: The specs of the results that have one, and the buffers that values of variables begin.
         self._specs: dict[Var, Spec] = {}
@@ -76,19 +76,23 @@ class Values:
 
     def operand(self, atom: Atom) -> Value:
         """Returns the value of an atom; that of a literal is a constant."""
-        return self._constant(atom) if _jaxprs.is_literal(atom) else self.current[atom]
+        return self._constant(atom) if jaxprs.is_literal(atom) else self.current[atom]
 
     def _constant(self, literal: Literal) -> Value:
         """Returns the value of an array, which is known by its identity, or of a number."""
         aval = literal.aval
-        if _jaxprs.is_array_literal(literal):
+        if jaxprs.is_array_literal(literal):
             key = id(literal.val)
         else:
             key = aval.dtype.name, np.asarray(literal.val, aval.dtype).tobytes()
         if key not in self._constants:
             spec = replicated(len(aval.shape)) if self.inside else None
             self._constants[key] = Value(
-                aval, "gathered", "constant", constant=_jaxprs.kept(literal.val, aval), spec=spec
+                aval,
+                "gathered",
+                "constant",
+                constant=jaxprs.copied_to_host(literal.val, aval),
+                spec=spec,
             )
         return self._constants[key]
 
@@ -106,6 +110,6 @@ def _first_values(eqns: Iterable[Eqn]) -> dict[Var, Hashable]:
         made = {v for task in loop.tasks for v in task.outvars}
         kept = {v for v, out in loop.becomes().items() if out in made} | {*loop.ys}
         for (v, direction), atom in zip(operands_of(loop), eqn.invars, strict=True):
-            if v in kept and not _jaxprs.is_literal(atom):
+            if v in kept and not jaxprs.is_literal(atom):
                 found[atom] = number, v, direction
     return found

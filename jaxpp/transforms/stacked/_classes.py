@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var, primitives
 from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._cut_scan import scan_params, scanned
 from jaxpp.transforms.stacked._rows import Bounds, Rows
@@ -26,10 +26,10 @@ class Classes:
         for eqn in eqns:
             rule = rule_of(eqn)
             self._join([] if rule is None else rule.members(eqn))
-            self._join(_jaxprs.variables(scanned(eqn)))
+            self._join(jaxprs.variables(scanned(eqn)))
         for pair in pairs:
             if len({v.aval.shape for v in pair}) == 1 and _rows.num_rows(pair[0]) >= 0:
-                self._join(_jaxprs.variables(pair))
+                self._join(jaxprs.variables(pair))
 
     def _join(self, members: Sequence[Var]) -> None:
         for v in members[1:]:
@@ -91,11 +91,11 @@ def row_by_row(eqn: Eqn) -> Rows | None:
         return None
     # The body of a scan over rows has one row, however many there are.
     body_has_rows = eqn.primitive.name != "scan" or _compat.scan_parts(eqn)[1]
-    return None if body_has_rows and _jaxprs.contains(eqn, _contracts) else rule
+    return None if body_has_rows and jaxprs.contains(eqn, _contracts) else rule
 
 
 def _contracts(eqn: Eqn) -> bool:
-    return eqn.primitive.name in _primitives.CONTRACTIONS
+    return eqn.primitive.name in primitives.CONTRACTIONS
 
 
 # ---- loops that carry rows ----------------------------------------------------------------------
@@ -150,14 +150,14 @@ class _Loop:
 
     def tests(self) -> list[Var]:
         """Returns the variables that tell for each row how long it is iterated, if one does."""
-        *of_test, _ = [_jaxprs.variables(jaxpr.jaxpr.outvars) for jaxpr in self.jaxprs.values()]
+        *of_test, _ = [jaxprs.variables(jaxpr.jaxpr.outvars) for jaxpr in self.jaxprs.values()]
         return [v for own in of_test for v in own if _rows.num_rows(v) >= 0]
 
     def whole(self) -> Iterator[Atom]:
         """Yields variables that cannot be in parts by the rows of what is carried."""
         yield from _mixed(self.eqns)
         for before, after in self.carried():
-            yield from before if _jaxprs.is_literal(after) else ()
+            yield from before if jaxprs.is_literal(after) else ()
         if self.eqn.primitive.name == "scan":
             # These are in iterations, not in rows.
             (body,) = self.jaxprs.values()
@@ -166,7 +166,7 @@ class _Loop:
 
 
 def _flat(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    return _jaxprs.inline(_jaxprs.bind_constants(*_jaxprs.without_constants(jaxpr)), lambda e: True)
+    return jaxprs.inline(jaxprs.bind_constants(*jaxprs.without_constants(jaxpr)), lambda e: True)
 
 
 def _mixed(eqns: Iterable[Eqn]) -> Iterator[Var]:
@@ -174,9 +174,9 @@ def _mixed(eqns: Iterable[Eqn]) -> Iterator[Var]:
     for eqn in eqns:
         rule = None if eqn.effects else rule_of(eqn)
         apart = [] if rule is None or rule.combine is not None else rule.members(eqn)
-        if rule is not None and any(map(_jaxprs.is_literal, rule.having(eqn.invars))):
+        if rule is not None and any(map(jaxprs.is_literal, rule.having(eqn.invars))):
             apart = []
-        yield from (v for v in _jaxprs.variables([*eqn.invars, *eqn.outvars]) if v not in apart)
+        yield from (v for v in jaxprs.variables([*eqn.invars, *eqn.outvars]) if v not in apart)
 
 
 def _carried_rows(eqn: Eqn) -> Rows | None:
@@ -187,7 +187,7 @@ def _carried_rows(eqn: Eqn) -> Rows | None:
     operands = [loop.inputs(n) for n in range(len(eqn.invars))]
     pairs = [(v, after) for before, after in loop.carried() for v in before]
     classes = Classes(loop.eqns, [*pairs, *((own[0], v) for own in operands for v in own[1:])])
-    whole = {classes.of(v) for v in _jaxprs.variables(loop.whole())}
+    whole = {classes.of(v) for v in jaxprs.variables(loop.whole())}
     apart = [v for (v, *_), _ in loop.carried() if classes.of(v) not in whole]
     _, rows = max(((v.aval.size, _rows.num_rows(v)) for v in apart), default=(0, 0))
     having = {classes.of(v) for v in apart if _rows.num_rows(v) == rows > 1}
@@ -211,9 +211,9 @@ def _carried_rows(eqn: Eqn) -> Rows | None:
 def _of_rows(jaxpr: jex.ClosedJaxpr, has_rows: Callable[[Var], bool], rows: int) -> jex.ClosedJaxpr:
     """Makes a jaxpr of another number of rows of some of its variables."""
     invars = [
-        _rows.rows_var(v, rows) if has_rows(v) else _jaxprs.fresh_var(v) for v in jaxpr.jaxpr.invars
+        _rows.rows_var(v, rows) if has_rows(v) else jaxprs.fresh_var(v) for v in jaxpr.jaxpr.invars
     ]
-    known, eqns = _jaxprs.Substitution(zip(jaxpr.jaxpr.invars, invars, strict=True)), []
+    known, eqns = jaxprs.Substitution(zip(jaxpr.jaxpr.invars, invars, strict=True)), []
     for eqn in jaxpr.eqns:
         new, rule = known.rename(eqn), rule_of(eqn)
         if rule is not None and any(map(has_rows, rule.members(eqn))):

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Jaxpr, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Jaxpr, Var, primitives
 from jaxpp.transforms.stacked import _rows
 
 
@@ -45,7 +45,7 @@ def cut_scan(
     consts, carry = whole[:num_consts], list(whole[num_consts:])
     scans = []
     for (low, high), xs in list(zip(itertools.pairwise(bounds), slices, strict=True))[::order]:
-        made = [_jaxprs.fresh_var(v) for v in scan.outvars[:num_carry]]
+        made = [jaxprs.fresh_var(v) for v in scan.outvars[:num_carry]]
         made += [_rows.rows_var(v, high - low) for v in scan.outvars[num_carry:]]
         params = scan_params(scan, high - low)
         scans.append(scan.replace(invars=[*consts, *carry, *xs], outvars=made, params=params))
@@ -58,12 +58,12 @@ def cut_scan(
 def _handed_on(jaxpr: Jaxpr, atom: Atom) -> Atom:
     """Finds the atom that an atom of an open jaxpr is a copy of, through calls that hand it on."""
     maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    while not _jaxprs.is_literal(atom) and atom in maker:
+    while not jaxprs.is_literal(atom) and atom in maker:
         eqn = maker[atom]
-        body = None if eqn.primitive.name in _primitives.CUSTOM_RULES else _jaxprs.called_jaxpr(eqn)
+        body = None if eqn.primitive.name in primitives.CUSTOM_RULES else jaxprs.called_jaxpr(eqn)
         if body is None:
             break
-        opened = _jaxprs.opened(body)
+        opened = jaxprs.opened(body)
         inner = _handed_on(opened, opened.outvars[eqn.outvars.index(atom)])
         if inner not in opened.invars:
             break

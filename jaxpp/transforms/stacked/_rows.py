@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _jaxprs, _primitives, _specs
-from jaxpp._dimensions import found_again
-from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
+from jaxpp import _specs, jaxprs
+from jaxpp.jaxprs import Atom, Aval, Eqn, Literal, Var, found_again, primitives
 
 #: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -49,13 +48,13 @@ class Rows:
     def members(self, eqn: Eqn) -> list[Var]:
         """Returns the variables of the equation that have the rows."""
         made = [v for v, has_rows in self.made(eqn.outvars) if has_rows]
-        return _jaxprs.variables([*self.having(eqn.invars), *made])
+        return jaxprs.variables([*self.having(eqn.invars), *made])
 
 
 def of_rows(eqn: Eqn, rule: Rows, operands: Sequence[Atom], rows: int) -> Eqn:
     """Makes the equation for some rows of its results, from operands that have these rows."""
     made = rule.made(eqn.outvars)
-    outvars = [rows_var(v, rows) if has_rows else _jaxprs.fresh_var(v) for v, has_rows in made]
+    outvars = [rows_var(v, rows) if has_rows else jaxprs.fresh_var(v) for v, has_rows in made]
     params = eqn.params if rule.params is None else rule.params(rows)
     return eqn.replace(invars=list(operands), outvars=outvars, params=params)
 
@@ -109,7 +108,7 @@ _SHAPES = {
 }
 #: Those that run on some rows as they run on all.
 _BY_ROWS = (
-    _primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys()
+    primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys()
     | frozenset("argmax argmin bitcast_convert_type pad squeeze transpose unstack".split())
     | frozenset("random_bits random_split random_unwrap random_wrap".split())
 )  # fmt: skip
@@ -264,7 +263,7 @@ def pad_interval(eqn: Eqn) -> tuple[int, int] | None:
     config, value = eqn.params["padding_config"], eqn.invars[1]
     if not config or any(any(c) for c in config[1:]) or config[0][2] or min(config[0][:2]) < 0:
         return None
-    if not (_jaxprs.is_literal(value) and value.val == 0):
+    if not (jaxprs.is_literal(value) and value.val == 0):
         return None
     low = int(config[0][0])
     return low, low + num_rows(eqn.invars[0])
@@ -342,7 +341,7 @@ def literal_rows(literal: Literal, low: int, high: int) -> Literal:
     x = literal.val
     with jax.ensure_compile_time_eval():  # so that it is an array even where JAX traces
         rows = jax.lax.slice_in_dim(x, low, high) if isinstance(x, jax.Array) else x[low:high]
-    return _jaxprs.literal(rows, with_rows(literal.aval, high - low))
+    return jaxprs.literal(rows, with_rows(literal.aval, high - low))
 
 
 def zeros(aval: Aval, rows: int) -> jax.Array:

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Sequence
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _checkpoints, _compat, _jaxprs
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var
 from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._cut_scan import cut_scan
 from jaxpp.transforms.stacked._slicer import Slicer
@@ -90,7 +90,7 @@ def divide_scans(
     scan_of = {scan.eqn.outvars[0]: scan for scan in scans}
     pieces: list[_Piece] = []
 
-    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+    def rule(eqn: Eqn) -> jaxprs.Replacement | None:
         scan = scan_of.get(eqn.outvars[0]) if eqn.outvars else None
         cuts = {i for number, i in places if scan is not None and number == scan.number}
         if scan is None or not cuts:
@@ -100,12 +100,12 @@ def divide_scans(
         pieces.extend(made)
         return [piece.eqn for piece in made], results
 
-    divided = _jaxprs.rewrite(jaxpr, rule)
+    divided = jaxprs.rewrite(jaxpr, rule)
     outvars = divided.jaxpr.outvars
     place_of = {p.eqn.outvars[0]: p.place for p in pieces if p.place is not None}
     if place_of:
         # An array that was made whole is not needed any more where only slices were read.
-        eqns = _jaxprs.needed(divided.eqns, [*outvars, *place_of])
+        eqns = jaxprs.needed(divided.eqns, [*outvars, *place_of])
         divided = _compat.with_equations(divided, eqns, outvars)
     slices, joins = (
         frozenset(p.eqn.outvars[0] for p in pieces if p.kind == kind) for kind in ("slice", "join")
@@ -202,7 +202,7 @@ def _obstacle(
     """Says why a loop that uses arrays of the model (called `what`) is no scan over layers."""
     for eqn in eqns:
         read = [i for i, v in enumerate(eqn.invars) if sources.model_arrays(v) & arrays]
-        is_plain = not any(True for _ in _jaxprs.sub_jaxprs(eqn))
+        is_plain = not any(True for _ in jaxprs.sub_jaxprs(eqn))
         if not read or is_plain or any(_layer_arrays(eqn, sources)):
             continue
         where = f"`{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
@@ -238,7 +238,7 @@ class _Sources:
     def add(self, eqn: Eqn) -> None:
         """Notes the sources of the results of an equation."""
         sources = 0
-        for v in _jaxprs.variables(eqn.invars):
+        for v in jaxprs.variables(eqn.invars):
             sources |= self._sources.get(v, 0)
         for v in eqn.outvars:
             self._sources[v] = sources
@@ -246,21 +246,23 @@ class _Sources:
 
     def model_arrays(self, atom: Atom) -> int:
         """Finds the arrays of the model that an atom depends on; none if it has another source."""
-        sources = 0 if _jaxprs.is_literal(atom) else self._sources.get(atom, 0)
+        sources = 0 if jaxprs.is_literal(atom) else self._sources.get(atom, 0)
         return sources if sources < self._other else 0
 
     def slicer(self, scan: Eqn) -> Slicer:
         """Makes a slicer for a scan over arrays of the program."""
 
         def enters(eqn: Eqn) -> bool:
-            if any(True for _ in _jaxprs.sub_jaxprs(eqn)):
+            if any(True for _ in jaxprs.sub_jaxprs(eqn)):
                 return False
             is_prepared = self._sources[eqn.outvars[0]] < self._other
             return is_prepared or eqn.primitive.name in ("concatenate", "slice")
 
         def around(eqn: Eqn | None) -> Eqn:
             # An array made outside of a checkpoint is sliced outside: only the slice is kept.
-            return _checkpoints.outside(scan, [] if eqn is None else _checkpoints.scopes(eqn))
+            return jaxprs.outside_checkpoints(
+                scan, [] if eqn is None else jaxprs.checkpoint_scopes(eqn)
+            )
 
         return Slicer(self._maker, enters=enters, source=around)
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var, primitives
 from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._classes import row_by_row, rule_of
 from jaxpp.transforms.stacked._cut_scan import cut_scan, scanned
@@ -70,7 +70,7 @@ class Slicer:
             for rows, part in zip(self._intervals(v), parts, strict=True)
         }
         #: What stands for variables that are not in parts, or that are put together.
-        self._whole = _jaxprs.Substitution()
+        self._whole = jaxprs.Substitution()
         self._zeros: set[Var] = set()
         #: Weakly typed variables as arrays of a strong type.
         self._strong: dict[Var, Var] = {}
@@ -81,7 +81,7 @@ class Slicer:
 
     def rows(self, atom: Atom, low: int, high: int) -> Atom:
         """Returns an atom for rows `low` to `high` of another, made of as few rows as can be."""
-        if _jaxprs.is_literal(atom):
+        if jaxprs.is_literal(atom):
             return _rows.literal_rows(atom, low, high)
         if (atom, low, high) not in self._known:
             self._known[atom, low, high] = self._make(self._maker.get(atom), atom, low, high)
@@ -89,7 +89,7 @@ class Slicer:
 
     def whole(self, atom: Atom) -> Atom:
         """Returns what stands for an atom, put together from its parts if it is in parts."""
-        if _jaxprs.is_literal(atom) or atom not in self._bounds or atom in self._whole.of:
+        if jaxprs.is_literal(atom) or atom not in self._bounds or atom in self._whole.of:
             return self._whole(atom)
         whole = self._whole.of[atom] = self.rows(atom, 0, _rows.num_rows(atom))
         if self._reader is not None:
@@ -153,7 +153,7 @@ class Slicer:
         if var in self._bounds and var in scanned(eqn):
             self._split_scan(eqn)
             return self._known[var, low, high]
-        if _jaxprs.called_jaxpr(eqn) is not None:
+        if jaxprs.called_jaxpr(eqn) is not None:
             return self._of_call(eqn, var, low, high)
         if eqn.primitive.name == "cond":
             return self._of_conditional(eqn, var, low, high)
@@ -184,7 +184,7 @@ class Slicer:
 
     def _record(self, fun: Callable, *atoms: Atom) -> Any:
         """Adds the equations of a function of atoms; gives the function's result."""
-        eqns, (result,) = _jaxprs.record(fun, atoms, self._reader)
+        eqns, (result,) = jaxprs.record(fun, atoms, self._reader)
         self.eqns += eqns
         return result
 
@@ -193,7 +193,7 @@ class Slicer:
         return list(itertools.pairwise(self._bounds.get(var, ())))
 
     def _is_cut(self, atoms: Iterable[Atom]) -> bool:
-        return any(v in self._bounds for v in _jaxprs.variables(atoms))
+        return any(v in self._bounds for v in jaxprs.variables(atoms))
 
     # ---- equations that move rows ---------------------------------------------------------------
 
@@ -264,19 +264,19 @@ class Slicer:
         self, eqn: Eqn, rule: Rows, operands: Sequence[Atom], rows: int
     ) -> list[Atom] | None:
         """Returns what an equation makes of rows of zeros; None if it has to be computed."""
-        zero = [not _jaxprs.is_literal(x) and x in self._zeros for x in operands]
+        zero = [not jaxprs.is_literal(x) and x in self._zeros for x in operands]
         if not self._bounds or not any(zero):
             return None
-        if eqn.primitive.name in _primitives.ADDS and all(rule.operands):
+        if eqn.primitive.name in primitives.ADDS and all(rule.operands):
             return [next(itertools.compress(operands, map(operator.not_, zero)), operands[0])]
-        if _primitives.keeps_zeros(eqn, zero):
+        if primitives.keeps_zeros(eqn, zero):
             return [self._zero_rows(v, rows) for v in eqn.outvars]
         return None
 
     def _combine(self, eqn: Eqn, rule: Rows, combine: Callable[[Any, Any], Any]) -> None:
         """Combines the results of all parts; each reader may do so itself, as they are small."""
         intervals = next(
-            filter(None, map(self._intervals, _jaxprs.variables(rule.having(eqn.invars))))
+            filter(None, map(self._intervals, jaxprs.variables(rule.having(eqn.invars))))
         )
         partial = []
         for low, high in intervals:
@@ -292,7 +292,7 @@ class Slicer:
         """Adds a scan for each part of its rows, which goes on from the one before."""
         num_consts, num_carry = _compat.scan_parts(eqn)
         xs, ys = eqn.invars[num_consts + num_carry :], eqn.outvars[num_carry:]
-        intervals = next(filter(None, map(self._intervals, _jaxprs.variables([*xs, *ys]))))
+        intervals = next(filter(None, map(self._intervals, jaxprs.variables([*xs, *ys]))))
         slices = [[self.rows(v, *rows) for v in xs] for rows in intervals]
         whole = list(map(self.whole, eqn.invars[: num_consts + num_carry]))
         bounds = [0, *(high for _, high in intervals)]
@@ -307,10 +307,10 @@ class Slicer:
 
     def _of_call(self, eqn: Eqn, var: Var, low: int, high: int) -> Var:
         """Calls the part of a function that makes rows of one of its results."""
-        body, operands = self._body(eqn, _jaxprs.called_jaxpr(eqn), eqn.invars, var, low, high)
+        body, operands = self._body(eqn, jaxprs.called_jaxpr(eqn), eqn.invars, var, low, high)
         fun = _named(jex.jaxpr_as_fun(body), eqn.params.get("name", "rows"))
         traced = jax.make_jaxpr(jax.jit(fun))(*(v.aval for v in body.jaxpr.invars))
-        (call,) = _jaxprs.without_constants(traced)[0].eqns
+        (call,) = jaxprs.without_constants(traced)[0].eqns
         own = _rows.rows_var(var, high - low)
         made = call.replace(invars=operands, outvars=[own], source_info=eqn.source_info)
         return self._add(made)
@@ -324,7 +324,7 @@ class Slicer:
         branches = []
         for k, (body, _) in enumerate(parts):
             invars = [
-                v if own == k else _jaxprs.fresh_var(v)
+                v if own == k else jaxprs.fresh_var(v)
                 for own, (other, _) in enumerate(parts)
                 for v in other.jaxpr.invars
             ]
@@ -339,10 +339,10 @@ class Slicer:
         self, eqn: Eqn, body: Any, operands: Sequence[Atom], var: Var, low: int, high: int
     ) -> tuple[jex.ClosedJaxpr, list[Atom]]:
         """Makes the jaxpr of rows of a result of a called jaxpr, and finds its operands."""
-        opened = _jaxprs.opened(body)
+        opened = jaxprs.opened(body)
         whole = dict(zip(opened.invars, operands, strict=True))
         constants = zip(opened.constvars, _compat.constants_of(body), strict=True)
-        whole.update((v, _jaxprs.literal(x, v.aval)) for v, x in constants)
+        whole.update((v, jaxprs.literal(x, v.aval)) for v, x in constants)
         sliced: dict[Var, Atom] = {}
 
         def of_input(var: Var, low: int, high: int) -> Atom:
@@ -360,8 +360,8 @@ class Slicer:
         )
         output = inner.rows(opened.outvars[eqn.outvars.index(var)], low, high)
         eqns = [*opened.eqns, *inner.eqns]
-        keep = _jaxprs.ancestors(eqns, [output])
-        part = _jaxprs.part([e for e, k in zip(eqns, keep, strict=True) if k], [output])
+        keep = jaxprs.ancestors(eqns, [output])
+        part = jaxprs.part([e for e, k in zip(eqns, keep, strict=True) if k], [output])
         self._wanted_whole(eqn, [whole[v] for v in part.inputs if v in whole], self._maker)
         return part.jaxpr, [(whole | sliced)[v] for v in part.inputs]
 
@@ -381,7 +381,7 @@ def in_parts(
     """
 
     def is_open(eqn: Eqn) -> bool:
-        return _jaxprs.called_jaxpr(eqn) is None and eqn.primitive.name != "cond"
+        return jaxprs.called_jaxpr(eqn) is None and eqn.primitive.name != "cond"
 
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     slicer = Slicer(maker, bounds=bounds, given=given, enters=is_open)

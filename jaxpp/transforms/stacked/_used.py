@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxpp import _jaxprs
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var
 from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._classes import Classes, row_by_row
 
@@ -22,7 +22,7 @@ def rows_used(eqns: Sequence[tuple[Eqn, int | None]], classes: Classes) -> list[
     made = {classes.of(v) for v, *_ in used}
     for eqn, stage in eqns:
         if stage is not None and _rows.takes_some_rows(eqn):
-            for v in _jaxprs.variables(eqn.invars[:1]):
+            for v in jaxprs.variables(eqn.invars[:1]):
                 if classes.of(v) in made and (interval := _rows.slice_interval(eqn)):
                     used.append((v, interval, frozenset({stage})))
     return used
@@ -39,11 +39,11 @@ def _made(eqns: Iterable[tuple[Eqn, int | None]]) -> Iterator[Used]:
         interval = _rows.pad_interval(eqn)
         if stage is not None and interval and interval != (0, _rows.num_rows(eqn.outvars[0])):
             yield eqn.outvars[0], interval, frozenset({stage})
-        makers = [stages.get(v) for v in _jaxprs.variables(eqn.invars)]
+        makers = [stages.get(v) for v in jaxprs.variables(eqn.invars)]
         intervals = _rows.concatenation_intervals(eqn)
         if intervals and None not in makers and len(set(makers)) > 1:
             for v, own in zip(eqn.invars, intervals, strict=True):
-                made_by = () if _jaxprs.is_literal(v) else (stages[v],)
+                made_by = () if jaxprs.is_literal(v) else (stages[v],)
                 yield eqn.outvars[0], own, frozenset(made_by)
 
 
@@ -62,7 +62,7 @@ def states_of_layers(
         layer reads and makes rows of its own.
     """
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-    joins, passed, stack = list[Eqn](), set[Var](), _jaxprs.variables([result])
+    joins, passed, stack = list[Eqn](), set[Var](), jaxprs.variables([result])
     while stack:
         v = stack.pop()
         if v in passed or v not in maker:
@@ -72,12 +72,12 @@ def states_of_layers(
         if _rows.concatenation_intervals(maker[v]):
             joins.append(maker[v])
         elif rule is not None and (v, True) in rule.made(maker[v].outvars):
-            stack += _jaxprs.variables(rule.having(maker[v].invars))
+            stack += jaxprs.variables(rule.having(maker[v].invars))
         else:
             return None
     cuts = {tuple(_rows.concatenation_intervals(eqn) or ()) for eqn in joins}
     readers = [
-        e for e in eqns if state in _jaxprs.variables(e.invars) and passed.isdisjoint(e.outvars)
+        e for e in eqns if state in jaxprs.variables(e.invars) and passed.isdisjoint(e.outvars)
     ]
     read = {_rows.slice_interval(eqn): eqn.outvars[0] for eqn in readers}
     if len(cuts) != 1 or not read.keys() <= {*(intervals := cuts.pop())}:

@@ -13,8 +13,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var, primitives
 
 
 def walked_as_xs(
@@ -32,7 +32,7 @@ def walked_as_xs(
     walking: list[Eqn] = []
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
-    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+    def rule(eqn: Eqn) -> jaxprs.Replacement | None:
         if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
             return None
         walk = _Walk.of(eqn, maker)
@@ -44,7 +44,7 @@ def walked_as_xs(
                 return own.over(taken)
         return None
 
-    return _jaxprs.rewrite(jaxpr, rule), walking
+    return jaxprs.rewrite(jaxpr, rule), walking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _Walk:
 
     @classmethod
     def of(cls, eqn: Eqn, maker: Mapping[Var, Eqn]) -> "_Walk":
-        body = _jaxprs.bind_constants(*_jaxprs.without_constants(eqn.params["jaxpr"]))
-        body = _jaxprs.inline(body, _may_take_rows)
+        body = jaxprs.bind_constants(*jaxprs.without_constants(eqn.params["jaxpr"]))
+        body = jaxprs.inline(body, _may_take_rows)
         num_consts, num_carry = _compat.scan_parts(eqn)
         steps = np.arange(eqn.params["length"])
         steps = steps[::-1] if eqn.params["reverse"] else steps
@@ -77,7 +77,7 @@ class _Walk:
         afters = zip(given[num_consts:], body.jaxpr.outvars[:num_carry], strict=False)
         for (first, v), after in afters:
             step = _step(body.eqns, v, after)
-            if step is not None and _jaxprs.is_literal(first):
+            if step is not None and jaxprs.is_literal(first):
                 values[v] = np.asarray(first.val + step * steps, v.aval.dtype)
         for inner in body.eqns:
             values.update(_computed(inner, values, len(steps)))
@@ -103,7 +103,7 @@ class _Walk:
         consts = {v: n for n, v in enumerate(self.body.jaxpr.invars[:num_consts])}
         found = {}
         for eqn in self.body.eqns:
-            for index in _jaxprs.variables(_row_taken(eqn)):
+            for index in jaxprs.variables(_row_taken(eqn)):
                 stack, numbers = eqn.invars[0], self.values.get(index, np.zeros(1))
                 start = int(numbers.flat[0])
                 in_order = np.array_equal(numbers, start + np.arange(self.eqn.params["length"]))
@@ -115,7 +115,7 @@ class _Walk:
                     found[eqn.outvars[0]] = consts[stack], start
         return found
 
-    def over(self, taken: Mapping[Var, tuple[int, int]]) -> _jaxprs.Replacement:
+    def over(self, taken: Mapping[Var, tuple[int, int]]) -> jaxprs.Replacement:
         """Makes the scan over constants; the numbers that it counts are further xs.
 
         Args:
@@ -133,14 +133,14 @@ class _Walk:
             v: Var(v.aval.update(shape=inside[n].aval.shape[1:])) for v, (n, _) in taken.items()
         }
 
-        def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+        def rule(eqn: Eqn) -> jaxprs.Replacement | None:
             if eqn.outvars[:1] and eqn.outvars[0] in rows:
                 shape = eqn.outvars[0].aval.shape
-                return _jaxprs.record(lambda row: row.reshape(shape), [rows[eqn.outvars[0]]], eqn)
+                return jaxprs.record(lambda row: row.reshape(shape), [rows[eqn.outvars[0]]], eqn)
             return None
 
-        known = _jaxprs.Substitution()
-        eqns = _jaxprs.rewritten(self.body.eqns, rule, known)
+        known = jaxprs.Substitution()
+        eqns = jaxprs.rewritten(self.body.eqns, rule, known)
         ends = zip(inside[num_consts:], outvars[:num_carry], strict=False)
         after = [known(out) for v, out in ends if v not in self.values]
         made = [*after, *map(known, outvars[num_carry:])]
@@ -157,7 +157,7 @@ class _Walk:
             ]
 
             def iterate(carry, own):
-                results = _jaxprs.run(body, *map(given.__getitem__, consts), *carry, *own)
+                results = jaxprs.run(body, *map(given.__getitem__, consts), *carry, *own)
                 return results[: len(carries)], results[len(carries) :]
 
             numbers = [jnp.asarray(self.values[v], v.aval.dtype) for v in counts]
@@ -165,7 +165,7 @@ class _Walk:
             carry, ys = jax.lax.scan(iterate, [given[v] for v in carries], over, **params)
             return [*carry, *ys]
 
-        eqns, results = _jaxprs.record(run, self.eqn.invars, self.eqn)
+        eqns, results = jaxprs.record(run, self.eqn.invars, self.eqn)
         rest = iter(results)
         ends = [
             self._end(v) if v in self.values else next(rest)
@@ -176,14 +176,14 @@ class _Walk:
     def _end(self, count: Var) -> Atom:
         """Returns what a number is after the last iteration."""
         values = self.values[count][:: -1 if self.eqn.params["reverse"] else 1]
-        return _jaxprs.literal(2 * values[-1] - values[-2], count.aval)
+        return jaxprs.literal(2 * values[-1] - values[-2], count.aval)
 
 
 def _may_take_rows(eqn: Eqn) -> bool:
     """Tells whether an equation is a `jit` in which rows may be taken."""
-    if eqn.primitive.name not in _primitives.PLAIN_CALLS:
+    if eqn.primitive.name not in primitives.PLAIN_CALLS:
         return False
-    return _jaxprs.contains(eqn, lambda e: e.primitive.name in ("dynamic_slice", "gather"))
+    return jaxprs.contains(eqn, lambda e: e.primitive.name in ("dynamic_slice", "gather"))
 
 
 def _evaluated(eqn: Eqn, operands: list[Any]) -> Any:
@@ -195,12 +195,12 @@ def _numbers(array: Atom, maker: Mapping[Var, Eqn]) -> np.ndarray | None:
     """Returns the values of an array of numbers, if no argument has a part in them."""
     if not _is_count(array):
         return None
-    if _jaxprs.is_literal(array):
+    if jaxprs.is_literal(array):
         return np.asarray(array.val)
     eqn = maker.get(array)
     if eqn is None or len(eqn.outvars) > 1:
         return None
-    if eqn.primitive.name not in _primitives.ELEMENTWISE | {"iota", "broadcast_in_dim"}:
+    if eqn.primitive.name not in primitives.ELEMENTWISE | {"iota", "broadcast_in_dim"}:
         return None
     operands = [_numbers(x, maker) for x in eqn.invars]
     return None if any(x is None for x in operands) else _evaluated(eqn, operands)
@@ -211,7 +211,7 @@ def _step(eqns: list[Eqn], count: Var, after: Atom) -> int | None:
     for eqn in eqns:
         if after in eqn.outvars and eqn.primitive.name == "add" and count in eqn.invars:
             for step in eqn.invars:
-                if _jaxprs.is_literal(step) and count.aval.shape == () and _is_count(count):
+                if jaxprs.is_literal(step) and count.aval.shape == () and _is_count(count):
                     return int(step.val)
     return None
 
@@ -223,18 +223,18 @@ def _is_count(atom: Atom) -> bool:
 
 def _computed(eqn: Eqn, values: Mapping[Var, np.ndarray], length: int) -> dict[Var, np.ndarray]:
     """Computes what an equation makes of known numbers, in all iterations at once."""
-    operands = _jaxprs.variables(eqn.invars)
+    operands = jaxprs.variables(eqn.invars)
     if not operands or not all(v in values for v in operands) or len(eqn.outvars) > 1:
         return {}
     if eqn.outvars[0].aval.size > 1 or not _is_count(eqn.outvars[0]):
         return {}
     if eqn.primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
         return {eqn.outvars[0]: values[operands[0]]}
-    if eqn.primitive.name not in _primitives.ELEMENTWISE:
+    if eqn.primitive.name not in primitives.ELEMENTWISE:
         return {}
     numbers = [
         np.broadcast_to(np.asarray(x.val, x.aval.dtype), length)
-        if _jaxprs.is_literal(x) else values[x]
+        if jaxprs.is_literal(x) else values[x]
         for x in eqn.invars
     ]  # fmt: skip
     return {eqn.outvars[0]: _evaluated(eqn, numbers)}
@@ -243,7 +243,7 @@ def _computed(eqn: Eqn, values: Mapping[Var, np.ndarray], length: int) -> dict[V
 def _row_taken(eqn: Eqn) -> list[Atom]:
     """Returns the number of the row that an equation takes of its first operand, if it does."""
     name = eqn.primitive.name
-    if name not in ("dynamic_slice", "gather") or _jaxprs.is_literal(eqn.invars[0]):
+    if name not in ("dynamic_slice", "gather") or jaxprs.is_literal(eqn.invars[0]):
         return []
     if tuple(eqn.params["slice_sizes"]) != (1, *eqn.invars[0].aval.shape[1:]):
         return []

@@ -22,8 +22,8 @@ import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Atom, Eqn, Jaxpr
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Jaxpr
 from jaxpp.transforms.stages import _marks, _modules
 
 # ---- watching calls -----------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def scopes(eqn: Eqn) -> list[str]:
 
 def scopes_inside(eqn: Eqn) -> list[str]:
     """Returns the scopes of the calls of modules inside an equation."""
-    inner = [e for sub in _jaxprs.sub_jaxprs(eqn) for e in sub.eqns]
+    inner = [e for sub in jaxprs.sub_jaxprs(eqn) for e in sub.eqns]
     return [scope for e in inner for scope in [*scopes(e), *scopes_inside(e)]]
 
 
@@ -219,10 +219,10 @@ def _renamed(eqns: Iterable[Eqn], name: Callable[[str], str]) -> list[Eqn]:
         return _compat.with_equations(jaxpr, map(renamed, jaxpr.eqns), jaxpr.jaxpr.outvars)
 
     def renamed(eqn: Eqn) -> Eqn:
-        if not _jaxprs.contains(eqn, lambda e: bool(scopes(e))):
+        if not jaxprs.contains(eqn, lambda e: bool(scopes(e))):
             return eqn
         names = {scope: name(scope) for scope in scopes(eqn)}
-        return _jaxprs.map_jaxprs(_compat.rename_scopes(eqn, names), inside)
+        return jaxprs.map_jaxprs(_compat.rename_scopes(eqn, names), inside)
 
     return list(map(renamed, eqns))
 
@@ -284,7 +284,7 @@ def _leaves(tree: Any) -> list[tuple[Path, Any]]:
 # ---- which module a call is of ------------------------------------------------------------------
 
 
-def find_calls(traced: _jaxprs.Traced, model: Any, wanted: Collection[str]) -> dict[str, Call]:
+def find_calls(traced: jaxprs.Traced, model: Any, wanted: Collection[str]) -> dict[str, Call]:
     """Finds the calls of modules by their scopes, with the path of each that can be told.
 
     Raises:
@@ -336,7 +336,7 @@ def _nearest(read: Collection[int], arrays_of: Mapping[str, int]) -> list[str]:
     return [path for path, n in near.items() if n == max(near.values())]
 
 
-def _reads(traced: _jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]]:
+def _reads(traced: jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]]:
     """Finds by scope the first equation of each call, and what arrays its operands were made from.
 
     A result of another call is no array of a module, and does not count.
@@ -348,7 +348,7 @@ def _reads(traced: _jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]
         facts = dict(zip(jaxpr.invars, given, strict=True))
 
         def of(atom: Atom) -> _Sources:
-            return (0, 0) if _jaxprs.is_literal(atom) else facts.get(atom, (0, 0))
+            return (0, 0) if jaxprs.is_literal(atom) else facts.get(atom, (0, 0))
 
         for eqn in jaxpr.eqns:
             own, inside = list(map(of, eqn.invars)), 0
@@ -359,10 +359,10 @@ def _reads(traced: _jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]
             sources = _modules.joined_bits(arrays for arrays, _ in own)
             every = sources, _modules.joined_bits(made for _, made in own) | inside
             results = [every] * len(eqn.outvars)
-            for body in _jaxprs.sub_jaxprs(eqn):  # it takes some of the last operands
+            for body in jaxprs.sub_jaxprs(eqn):  # it takes some of the last operands
                 taken = [*([every] * len(body.invars)), *own][len(own) :]
                 made = visit(body, taken, [*around, *scopes(eqn)])
-                results = results if _jaxprs.called_jaxpr(eqn) is None else made
+                results = results if jaxprs.called_jaxpr(eqn) is None else made
             facts.update(zip(eqn.outvars, results, strict=True))
         return list(map(of, jaxpr.outvars))
 

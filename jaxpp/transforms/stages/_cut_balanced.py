@@ -15,9 +15,9 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _checkpoints, _compat, _flops, _jaxprs
-from jaxpp._typing import Eqn, Var
-from jaxpp._warn import warn
+from jaxpp import _compat, jaxprs
+from jaxpp._messages import warn
+from jaxpp.jaxprs import Eqn, Var
 from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _balance, _calls, _cuts, _modules, _stages, _states, _units
 
@@ -95,13 +95,13 @@ def _sizes(crossing: Sequence[float]) -> str:
 
 
 #: What balances stages: a name, the cost of an equation, or the measured costs of units.
-Balance = str | _flops.Cost | Units | Finest
+Balance = str | jaxprs.Cost | Units | Finest
 
 
 def cut_balanced(
-    traced: _jaxprs.Traced,
+    traced: jaxprs.Traced,
     model: Any,
-    checkpoints: _checkpoints.Checkpoints,
+    checkpoints: jaxprs.Checkpoints,
     num_stages: int,
     balance: Balance,
     calls: Mapping[str, str | None],
@@ -146,15 +146,15 @@ def cut_balanced(
     return line.marked(positions, range(1, len(cuts) + 1), [None] * len(cuts))
 
 
-def cost_of(balance: Balance) -> _flops.Cost:
+def cost_of(balance: Balance) -> jaxprs.Cost:
     """Returns the cost of an equation by which layers are found, and stages balanced.
 
     Raises:
         ValueError: nothing can be balanced by what is given.
     """
     if isinstance(balance, Units | Finest):
-        return _flops.flops
-    return _flops.resolve(balance)
+        return jaxprs.flops
+    return jaxprs.cost_function(balance)
 
 
 def _best_cuts(
@@ -190,7 +190,7 @@ def _whole_units(
     costed: "_Costs",
     calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
-    checkpoints: _checkpoints.Checkpoints,
+    checkpoints: jaxprs.Checkpoints,
     wanted: int,
 ) -> list[_units.Unit]:
     """Finds the units that stay whole; an equation that goes with another begins and ends none."""
@@ -254,7 +254,7 @@ class _Costs:
         arrays: Iterable[Var],
         tolerance: float,
     ) -> "_Costs":
-        varying = _jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
+        varying = jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
         eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
         heads: list[Eqn] = []
         for eqn in reversed(eqns):
@@ -270,7 +270,7 @@ class _Costs:
         first: dict[Var, int] = {}
         model = set(arrays)
         for i, eqn in enumerate(eqns):
-            for v in _jaxprs.variables(eqn.invars):
+            for v in jaxprs.variables(eqn.invars):
                 if v in model:
                     first.setdefault(v, i)
         shared = _bytes_from(first, eqns)
@@ -361,7 +361,7 @@ def _closed_call(costed: _Costs, way_out_of: Callable[[Eqn], str]) -> str:
     if not eqns:
         return ""
     i = max(range(len(eqns)), key=costs.__getitem__)
-    is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i]))
+    is_call = any(True for _ in jaxprs.sub_jaxprs(eqns[i]))
     is_cut = eqns[i].outvars[0] in costed.places
     if not is_call or is_cut or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
         return ""
@@ -376,10 +376,10 @@ def _closed_call(costed: _Costs, way_out_of: Callable[[Eqn], str]) -> str:
 
 def _bytes_from(begins: Mapping[Var, int], eqns: Sequence[Eqn]) -> list[float]:
     """Counts for each position the bytes of variables from where they begin to the last reader."""
-    last = {v: i for i, e in enumerate(eqns) for v in _jaxprs.variables(e.invars)}
+    last = {v: i for i, e in enumerate(eqns) for v in jaxprs.variables(e.invars)}
     change = [0.0] * (len(eqns) + 2)
     for var, i in begins.items():
         if var in last:
-            change[i + 1] += _flops.nbytes(var)
-            change[last[var] + 1] -= _flops.nbytes(var)
+            change[i + 1] += jaxprs.nbytes(var)
+            change[last[var] + 1] -= jaxprs.nbytes(var)
     return list(itertools.accumulate(change[:-1]))

@@ -8,14 +8,14 @@ from typing import Any
 import equinox as eqx
 import jax.extend.core as jex
 
-from jaxpp import _checkpoints, _compat, _jaxprs
-from jaxpp._typing import Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn, Var
 from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _calls, _marks, _modules, _stages, _units
 
 
 def cut_at(
-    traced: _jaxprs.Traced,
+    traced: jaxprs.Traced,
     model: Any,
     names: Sequence[str],
     modules: Sequence[_modules.Named] | None,
@@ -102,7 +102,7 @@ def _with_slashes(name: str) -> str:
 
 def contains_scope(eqn: Eqn, name: str) -> bool:
     """Tells whether an equation, or one inside it, is under a scope."""
-    return _jaxprs.contains(eqn, lambda e: in_scope(e, name))
+    return jaxprs.contains(eqn, lambda e: in_scope(e, name))
 
 
 def no_scope(name: str, eqns: Sequence[Eqn], model: Any) -> str:
@@ -165,9 +165,9 @@ def _mark_layers(
 # ---- shared -------------------------------------------------------------------------------------
 
 
-def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
+def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, jaxprs.Checkpoints]:
     """Opens all calls and checkpoints of a program but for outlined stages."""
-    jaxpr, checkpoints = _checkpoints.open_calls(
+    jaxpr, checkpoints = jaxprs.open_calls(
         jaxpr, lambda e: not _marks.is_stage_call(e), _calls.apart
     )
     eqns = [e for eqn in jaxpr.eqns for e in _calls.apart(eqn, [eqn])]
@@ -192,13 +192,13 @@ class Line:
         jaxpr, eqns = divided.jaxpr, divided.jaxpr.eqns
         moves = _stages.argument_chains(jaxpr)
         sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
-        results = [sunk[v] for v in _jaxprs.variables(jaxpr.jaxpr.outvars) if v in sunk]
+        results = [sunk[v] for v in jaxprs.variables(jaxpr.jaxpr.outvars) if v in sunk]
 
         def needs(i: int) -> list[int]:
-            return [sunk[v] for v in _jaxprs.variables(eqns[i].invars) if v in sunk]
+            return [sunk[v] for v in jaxprs.variables(eqns[i].invars) if v in sunk]
 
         stays = [i for i in range(len(eqns)) if not moves[i]]
-        order = [eqns[i] for i in _checkpoints.ordered([*stays, *results], needs)]
+        order = [eqns[i] for i in jaxprs.ordered_by_needs([*stays, *results], needs)]
         sorted_jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order)
         leads = divided.slices | {eqns[i].outvars[0] for i in sunk.values()}
         return cls(sorted_jaxpr, leads, divided.places)
@@ -253,15 +253,15 @@ def _insert_marks(
 
     `opened` has the number and the name of the stage that opens at each position.
     """
-    varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
-    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in _jaxprs.variables(e.invars)}
-    known = _jaxprs.Substitution()
+    varying = jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
+    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in jaxprs.variables(e.invars)}
+    known = jaxprs.Substitution()
     made: list[Var] = []
     eqns: list[Eqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
         if i in opened:
             live = [v for v in made if last.get(v, -1) >= i]
-            marked = list(map(_jaxprs.fresh_var, live))
+            marked = list(map(jaxprs.fresh_var, live))
             eqns.append(_marks.enter_equation(list(map(known, live)), marked, *opened[i]))
             known.of.update(zip(live, marked, strict=True))
         eqns.append(known.rename(eqn))

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from jaxpp import _flops, _jaxprs, _numbers, _primitives
-from jaxpp._typing import Var
-from jaxpp._warn import warn
+from jaxpp import jaxprs
+from jaxpp._messages import warn
+from jaxpp.jaxprs import Var, primitives
 from jaxpp.transforms.stages import _stages
 
 
@@ -83,7 +83,7 @@ class StageFacts:
     equal_to: int | None
 
 
-def describe(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> tuple[StageFacts, ...]:
+def describe(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) -> tuple[StageFacts, ...]:
     """Finds what each stage has."""
     arrays = _arrays(traced, stages, model)
     invars = set(stages.jaxpr.jaxpr.invars)
@@ -95,24 +95,24 @@ def describe(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> tupl
     found = []
     for k, part in enumerate(stages.parts):
         own = [(v, _read_bytes(v, part)) for v in part.inputs if v in arrays]
-        equal_to = first.setdefault(_numbers.without_numbers(part.jaxpr), k)
-        shared = (n for v, n in own if len(readers[v]) > 1 and n == _flops.nbytes(v))
-        sent = (v for v in _jaxprs.variables(part.outputs) if v in readers)
+        equal_to = first.setdefault(jaxprs.without_numbers(part.jaxpr), k)
+        shared = (n for v, n in own if len(readers[v]) > 1 and n == jaxprs.nbytes(v))
+        sent = (v for v in jaxprs.variables(part.outputs) if v in readers)
         found.append(
             StageFacts(
                 tuple(_joined(dict.fromkeys(_layer(arrays[v]) for v, _ in own))),
-                sum(map(_flops.flops, part.jaxpr.eqns)),
+                sum(map(jaxprs.flops, part.jaxpr.eqns)),
                 sum(n for _, n in own),
                 sum(shared),
-                sum(_flops.nbytes(v) for v in part.inputs if v not in invars),
-                sum(map(_flops.nbytes, sent)),
+                sum(jaxprs.nbytes(v) for v in part.inputs if v not in invars),
+                sum(map(jaxprs.nbytes, sent)),
                 None if equal_to == k else equal_to,
             )
         )
     return tuple(found)
 
 
-def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> None:
+def warn_of_shared(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) -> None:
     """Warns of parameters that are factors in several stages: a model that is called twice.
 
     A table that one stage looks up, and another one multiplies by (tied embeddings), is none.
@@ -123,8 +123,8 @@ def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -
         source = {v: v for v in part.inputs if v in arrays}
         factors: set[Var] = set()
         for eqn in part.jaxpr.eqns:
-            read = [source[v] for v in _jaxprs.variables(eqn.invars) if v in source]
-            if eqn.primitive.name in _primitives.CONTRACTIONS:
+            read = [source[v] for v in jaxprs.variables(eqn.invars) if v in source]
+            if eqn.primitive.name in primitives.CONTRACTIONS:
                 factors.update(read)
             elif len(eqn.invars) == 1 and read and eqn.primitive.name in _PREPARES:
                 source[eqn.outvars[0]] = read[0]
@@ -132,7 +132,7 @@ def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -
             multiplied.setdefault(v, []).append(k)
     twice = {v: own for v, own in multiplied.items() if len(own) > 1}
     if twice:
-        count = sum(_flops.nbytes(v) * (len(own) - 1) for v, own in twice.items())
+        count = sum(jaxprs.nbytes(v) * (len(own) - 1) for v, own in twice.items())
         which = ", ".join(map(str, sorted({k for own in twice.values() for k in own})))
         names = _joined(dict.fromkeys(_layer(arrays[v]) for v in twice))
         warn(
@@ -145,25 +145,25 @@ def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -
 
 
 #: What leaves a parameter whole on its way to a product.
-_PREPARES = _primitives.REORDERS | {"convert_element_type", "copy"}
+_PREPARES = primitives.REORDERS | {"convert_element_type", "copy"}
 
 
 def _arrays(
-    traced: _jaxprs.Traced, stages: _stages.Stages, model: Any
+    traced: jaxprs.Traced, stages: _stages.Stages, model: Any
 ) -> dict[Var, tuple[Any, ...]]:
     """Finds the paths of the arrays of the first argument."""
-    leaves = [p for p, leaf in jtu.tree_leaves_with_path(model) if _jaxprs.is_array(leaf)]
+    leaves = [p for p, leaf in jtu.tree_leaves_with_path(model) if jaxprs.is_array(leaf)]
     first = traced.num_closed_over
     return dict(zip(stages.jaxpr.jaxpr.invars[first:], leaves, strict=False))
 
 
-def _read_bytes(array: Var, part: _jaxprs.Part) -> int:
+def _read_bytes(array: Var, part: jaxprs.Part) -> int:
     """Counts the bytes that a stage reads of an array: those of slices, if it only reads such."""
     own = part.jaxpr.jaxpr.invars[part.inputs.index(array)]
-    eqns = [e for e in part.jaxpr.eqns if own in _jaxprs.variables(e.invars)]
+    eqns = [e for e in part.jaxpr.eqns if own in jaxprs.variables(e.invars)]
     if eqns and all(e.primitive.name == "slice" for e in eqns):
-        return min(sum(_flops.nbytes(e.outvars[0]) for e in eqns), _flops.nbytes(own))
-    return _flops.nbytes(own)
+        return min(sum(jaxprs.nbytes(e.outvars[0]) for e in eqns), jaxprs.nbytes(own))
+    return jaxprs.nbytes(own)
 
 
 def _layer(path: Sequence[Any]) -> str:

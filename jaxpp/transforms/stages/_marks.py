@@ -14,8 +14,8 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var
 
 
 def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None = None) -> Any:
@@ -47,9 +47,9 @@ def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None =
     if stage_id is not None and (isinstance(stage_id, bool) or int(stage_id) < 0):
         raise ValueError(f"pipeline_enter_stage: stage_id is a number from 0, got {stage_id!r}.")
     leaves, tree = jtu.tree_flatten(x)
-    arrays = [leaf for leaf in leaves if _jaxprs.is_array(leaf)]
+    arrays = [leaf for leaf in leaves if jaxprs.is_array(leaf)]
     marked = iter(enter(arrays, stage=None if stage_id is None else int(stage_id), name=name))
-    leaves = [next(marked) if _jaxprs.is_array(leaf) else leaf for leaf in leaves]
+    leaves = [next(marked) if jaxprs.is_array(leaf) else leaf for leaf in leaves]
     return jtu.tree_unflatten(tree, leaves)
 
 
@@ -111,9 +111,9 @@ def _keep_edge(policy, unknown, instantiated, eqn) -> Any:
     """Keeps an edge, but under `keep_nothing`: a stage is computed again from its edges."""
     new = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i]
     if any(unknown):
-        return None, eqn, [True], [True], _jaxprs.variables(new)
+        return None, eqn, [True], [True], jaxprs.variables(new)
     if policy is keep_nothing:
-        return eqn, eqn, [False], [True], _jaxprs.variables(new)
+        return eqn, eqn, [False], [True], jaxprs.variables(new)
     return eqn, None, [False], [False], []
 
 
@@ -126,18 +126,18 @@ _compat.hand_on_keys(edge_p)
 def replace_marks(jaxpr: jex.ClosedJaxpr, new: Callable[[Eqn], Eqn | None]) -> jex.ClosedJaxpr:
     """Replaces the marks in a jaxpr, at any depth; removes those for which `new` gives None."""
 
-    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+    def rule(eqn: Eqn) -> jaxprs.Replacement | None:
         if not is_enter(eqn):
-            inside = _jaxprs.contains(eqn, is_enter)
-            return ([_jaxprs.map_jaxprs(eqn, again)], eqn.outvars) if inside else None
+            inside = jaxprs.contains(eqn, is_enter)
+            return ([jaxprs.map_jaxprs(eqn, again)], eqn.outvars) if inside else None
         put = new(eqn)
         return ([], eqn.invars) if put is None else ([put], eqn.outvars)
 
     def again(inner: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         return replace_marks(inner, new)
 
-    known = _jaxprs.Substitution()
-    eqns = _jaxprs.rewritten(jaxpr.eqns, rule, known)
+    known = jaxprs.Substitution()
+    eqns = jaxprs.rewritten(jaxpr.eqns, rule, known)
     return _compat.with_equations(jaxpr, eqns, [known(v) for v in jaxpr.jaxpr.outvars])
 
 
@@ -253,7 +253,7 @@ def is_stage_call(eqn: Eqn) -> bool:
 def is_backward_call(eqn: Eqn) -> bool:
     """Tells whether a stage's call is a transposed one."""
     return any(
-        _jaxprs.contains(inner, lambda e: is_edge(e) and e.params["transposed"])
-        for sub in _jaxprs.sub_jaxprs(eqn)
+        jaxprs.contains(inner, lambda e: is_edge(e) and e.params["transposed"])
+        for sub in jaxprs.sub_jaxprs(eqn)
         for inner in sub.eqns
     )

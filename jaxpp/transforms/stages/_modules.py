@@ -12,8 +12,8 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
-from jaxpp import _jaxprs
-from jaxpp._typing import Var
+from jaxpp import jaxprs
+from jaxpp.jaxprs import Var
 
 
 def resolve_modules(model: Any, at: Any) -> "list[Named] | None":
@@ -147,7 +147,7 @@ def layer_at(model: eqx.Module, path: str) -> Layer | None:
     stack = None if match is None else _node_at(model, match[1])
     if match is None or stack is None or isinstance(stack, list | tuple):
         return None
-    leaves = [leaf for leaf in jtu.tree_leaves(model) if _jaxprs.is_array(leaf)]
+    leaves = [leaf for leaf in jtu.tree_leaves(model) if jaxprs.is_array(leaf)]
     own = jtu.tree_leaves(stack)
     sizes = {leaves[i].shape[:1] for i in own}
     if len(sizes) != 1 or sizes == {()}:
@@ -184,7 +184,7 @@ def _node_at(model: eqx.Module, path: str) -> Any:
 def counted(model: Any) -> Any:
     """Puts its number in place of each array of a model, and None in place of other leaves."""
     numbers = itertools.count()
-    return jtu.tree_map(lambda x: next(numbers) if _jaxprs.is_array(x) else None, model)
+    return jtu.tree_map(lambda x: next(numbers) if jaxprs.is_array(x) else None, model)
 
 
 def arrays_of(node: Any) -> int:
@@ -197,8 +197,8 @@ def joined_bits(sets: Iterable[int]) -> int:
     return functools.reduce(operator.or_, sets, 0)
 
 
-def model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Var]:
+def model_arrays(traced: jaxprs.Traced, model: Any) -> list[Var]:
     """Returns the inputs that are arrays of the first argument, then those closed over."""
     invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
-    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
+    count = sum(map(jaxprs.is_array, jtu.tree_leaves(model)))
     return [*invars[first : first + count], *invars[:first]]

@@ -7,9 +7,9 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PyTree
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import P, R, Var
-from jaxpp._warn import warn
+from jaxpp import _compat, jaxprs
+from jaxpp._messages import warn
+from jaxpp.jaxprs import P, R, Var
 from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import (
     _calls,
@@ -120,7 +120,7 @@ def split_stages(
             layers = _modules.repeated_classes(model) if whole is None else classes
         named = modules or units or ()
         watchers = [_calls.scoping_nnx(), _calls.scoping(named, layers, marks=modules is not None)]
-        traced = _jaxprs.trace(_calls.watched(fun, watchers), args, kwargs)
+        traced = jaxprs.trace(_calls.watched(fun, watchers), args, kwargs)
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
             stages = _stages.read_stages(_calls.named(traced.jaxpr))
         else:
@@ -171,7 +171,7 @@ def split_stages(
     return _stages.run_in_stages(fun, decide, _run_behind_mark)
 
 
-def _walking_stacks(traced: _jaxprs.Traced, arrays: Sequence[Var]) -> _jaxprs.Traced:
+def _walking_stacks(traced: jaxprs.Traced, arrays: Sequence[Var]) -> jaxprs.Traced:
     """Makes scans over layers of loops that take layers by their number, and says so."""
     jaxpr, walking = stacked.walk_stacks(traced.jaxpr, arrays)
     for eqn in walking:
@@ -217,8 +217,8 @@ def _run_behind_mark(stages: _stages.Stages, k: int, values: dict[Var, Any]) -> 
     if k > 0:
         later = {v for part in stages.parts[k:] for v in part.inputs}
         live = [v for part in stages.parts[:k] for v in part.outputs if v in later]
-        arrays = _jaxprs.read(live, values)
+        arrays = jaxprs.read(live, values)
         marked = _marks.enter_p.bind(*arrays, stage=k, name=stages.names[k])
         values.update(zip(live, marked, strict=True))
     part = stages.parts[k]
-    return _jaxprs.run(part.jaxpr, *_jaxprs.read(part.inputs, values))
+    return jaxprs.run(part.jaxpr, *jaxprs.read(part.inputs, values))

@@ -22,10 +22,8 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
-from jaxpp._definitions import definition_of
-from jaxpp._groups import Flow, outline
-from jaxpp._typing import Eqn, P, R, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn, Flow, P, R, Var, definition_of, outline, primitives
 from jaxpp.transforms.stages import _marks
 
 
@@ -59,18 +57,18 @@ class Stages:
         return f" (entered at {listed(lines)})" if any(lines) else ""
 
     @functools.cached_property
-    def parts(self) -> tuple[_jaxprs.Part, ...]:
+    def parts(self) -> tuple[jaxprs.Part, ...]:
         """The jaxpr of each stage: of its own equations, and of those that it repeats."""
         flow = Flow(self.jaxpr.eqns, self.jaxpr.jaxpr.outvars)
         group_of = {i: k for i, k in enumerate(self.stage_of) if k is not None}
         clusters = outline(flow, group_of, dict.fromkeys(range(self.num_stages), ()))
-        return tuple(_jaxprs.part(c.eqns, c.outputs, f"stage_{c.group}") for c in clusters)
+        return tuple(jaxprs.part(c.eqns, c.outputs, f"stage_{c.group}") for c in clusters)
 
     @functools.cached_property
     def like(self) -> tuple[int, ...]:
         """For each stage the first one that is equal to it, also where it is differentiated."""
         first: dict[Hashable, int] = {}
-        keys = (_jaxprs.structure(part.jaxpr, differentiable=True) for part in self.parts)
+        keys = (jaxprs.structure(part.jaxpr, differentiable=True) for part in self.parts)
         return tuple(first.setdefault(key, k) for k, key in enumerate(keys))
 
     def run(self, inputs: Sequence[Any], run_stage: Callable) -> list[Any]:
@@ -82,11 +80,11 @@ class Stages:
         for k, part in enumerate(self.parts):
             values.update(zip(part.outputs, run_stage(self, k, values), strict=True))
         outvars = self.jaxpr.jaxpr.outvars
-        loose = [v for v in _jaxprs.variables(outvars) if v not in values]
+        loose = [v for v in jaxprs.variables(outvars) if v not in values]
         free = [e for e, k in zip(self.jaxpr.eqns, self.stage_of, strict=True) if k is None]
-        part = _jaxprs.part(_jaxprs.needed(free, loose), loose)
-        values.update(zip(loose, _jaxprs.run(part.jaxpr), strict=True))
-        return _jaxprs.read(outvars, values)
+        part = jaxprs.part(jaxprs.needed(free, loose), loose)
+        values.update(zip(loose, jaxprs.run(part.jaxpr), strict=True))
+        return jaxprs.read(outvars, values)
 
 
 # ---- deciding once ------------------------------------------------------------------------------
@@ -109,13 +107,13 @@ def run_in_stages(fun: Callable[P, R], decide: Callable, run_stage: Callable) ->
     return staged
 
 
-def decision_of(fun: Callable) -> Callable[..., tuple[_jaxprs.Traced, Stages]]:
+def decision_of(fun: Callable) -> Callable[..., tuple[jaxprs.Traced, Stages]]:
     """Finds the function that decides the stages of `fun`: its own, or one that reads its marks."""
     if isinstance(fun, types.FunctionType) and fun in _DECISIONS:
         return _DECISIONS[fun]
 
     def read(*args, **kwargs):
-        traced = _jaxprs.trace(fun, args, kwargs)
+        traced = jaxprs.trace(fun, args, kwargs)
         return traced, read_stages(traced.jaxpr)
 
     return read
@@ -126,7 +124,7 @@ def decision_of(fun: Callable) -> Callable[..., tuple[_jaxprs.Traced, Stages]]:
 
 def has_marks(jaxpr: jex.ClosedJaxpr) -> bool:
     """Tells whether a mark stands anywhere in a jaxpr."""
-    return any(_jaxprs.contains(eqn, _marks.is_enter) for eqn in jaxpr.eqns)
+    return any(jaxprs.contains(eqn, _marks.is_enter) for eqn in jaxpr.eqns)
 
 
 #: The order of the transforms, for errors about another.
@@ -144,7 +142,7 @@ def runs_microbatches(eqn: Eqn) -> bool:
             eqn.params["jaxpr"]
         )
 
-    return _jaxprs.contains(eqn, is_its_loop)
+    return jaxprs.contains(eqn, is_its_loop)
 
 
 _MICROBATCH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "microbatch", "")
@@ -165,7 +163,7 @@ def listed(lines: Sequence[str]) -> str:
 
 def _refuse_marks_inside(jaxpr: jex.ClosedJaxpr) -> None:
     for eqn in jaxpr.eqns:
-        if not _marks.is_enter(eqn) and _jaxprs.contains(eqn, _marks.is_enter):
+        if not _marks.is_enter(eqn) and jaxprs.contains(eqn, _marks.is_enter):
             if runs_microbatches(eqn):
                 raise ValueError(f"A stage is entered inside the loop of microbatch: {ORDER}.")
             raise ValueError(
@@ -185,17 +183,13 @@ def _why_not(eqn: Eqn) -> str:
     )
 
 
-def read_stages(
-    jaxpr: jex.ClosedJaxpr, checkpoints: _checkpoints.Checkpoints | None = None
-) -> Stages:
+def read_stages(jaxpr: jex.ClosedJaxpr, checkpoints: jaxprs.Checkpoints | None = None) -> Stages:
     """Assigns each equation of a jaxpr to a stage by the marks in it.
 
     A checkpoint that has marks inside becomes one in each stage; so does an open checkpoint.
     """
     if checkpoints is None:
-        jaxpr, checkpoints = _checkpoints.open_calls(
-            jaxpr, lambda e: _jaxprs.contains(e, _marks.is_enter)
-        )
+        jaxpr, checkpoints = jaxprs.open_calls(jaxpr, lambda e: jaxprs.contains(e, _marks.is_enter))
     _refuse_marks_inside(jaxpr)
     jaxpr = _expose_preparations(jaxpr)
     chain = argument_chains(jaxpr)
@@ -213,7 +207,7 @@ def read_stages(
         marks[k] = jaxpr.eqns[i]
     flat, kept = dissolve_marks(jaxpr)
     outvars = flat.jaxpr.outvars
-    closed = _checkpoints.close(flat.eqns, [stage[i] for i in kept], checkpoints, outvars)
+    closed = jaxprs.close_checkpoints(flat.eqns, [stage[i] for i in kept], checkpoints, outvars)
     flat = _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, [e for e, _ in closed])
     return Stages(flat, tuple(k for _, k in closed), tuple(marks))
 
@@ -233,7 +227,7 @@ def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         }
         if not made:
             return jaxpr
-        jaxpr = _jaxprs.inline(jaxpr, lambda e: any(v in made for v in e.outvars))  # noqa: B023
+        jaxpr = jaxprs.inline(jaxpr, lambda e: any(v in made for v in e.outvars))  # noqa: B023
 
 
 def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
@@ -242,15 +236,15 @@ def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
     Such an equation reads one argument, or several if it is light, directly or through other such
     equations. If all are such (a program of elementwise operations), none counts as preparation.
     """
-    varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
+    varying = jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
     # The argument that a prepared value was computed from, or None where there are several.
     source: dict[Var, Var | None] = {v: v for v in jaxpr.jaxpr.invars}
     chain, others = [], 0
     for eqn in jaxpr.eqns:
-        read = [v for v in _jaxprs.variables(eqn.invars) if v in varying]
+        read = [v for v in jaxprs.variables(eqn.invars) if v in varying]
         sources = {source.get(v) for v in read}
         one = sources.pop() if len(sources) == 1 else None
-        light = one is not None or not _jaxprs.contains(eqn, _is_heavy)
+        light = one is not None or not jaxprs.contains(eqn, _is_heavy)
         simple = light and not eqn.effects and not _marks.is_enter(eqn)
         chain.append(bool(read) and simple and all(v in source for v in read))
         if chain[-1]:
@@ -261,7 +255,7 @@ def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
 
 
 def _is_heavy(eqn: Eqn) -> bool:
-    return eqn.primitive.name in _primitives.HEAVY
+    return eqn.primitive.name in primitives.HEAVY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +281,7 @@ class _Marked:
         depend on it.
         """
         latest = self._latest()
-        varying = _jaxprs.descendants(self.jaxpr.eqns, self.jaxpr.jaxpr.invars)
+        varying = jaxprs.descendants(self.jaxpr.eqns, self.jaxpr.jaxpr.invars)
         stage: list[int | None] = []
         written = 0
 
@@ -343,7 +337,7 @@ class _Marked:
         largest = {v: v for v in self.jaxpr.jaxpr.invars}
         homes = {}
         for i, eqn in enumerate(self.jaxpr.eqns):
-            arguments = [largest[v] for v in _jaxprs.variables(eqn.invars) if v in largest]
+            arguments = [largest[v] for v in jaxprs.variables(eqn.invars) if v in largest]
             if self.chain[i] and arguments:
                 argument = max(arguments, key=lambda v: v.aval.size)
                 largest.update(dict.fromkeys(eqn.outvars, argument))
@@ -360,7 +354,7 @@ class _Marked:
         is placed at `homes`, where others read the argument; with None it is left out.
         """
         stage = list(stage)
-        readers = dict.fromkeys(_jaxprs.variables(self.jaxpr.jaxpr.outvars), self.last)
+        readers = dict.fromkeys(jaxprs.variables(self.jaxpr.jaxpr.outvars), self.last)
         computed_with: set[Var] = set()  # variables that are read for more than the results
         read_by_mark = self._reads_of_marks(readers)
         for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
@@ -378,7 +372,7 @@ class _Marked:
             elif place is None:
                 continue
             else:
-                read = dict.fromkeys(_jaxprs.variables(eqn.invars), place)
+                read = dict.fromkeys(jaxprs.variables(eqn.invars), place)
             for v, k in read.items():
                 readers[v] = min(readers.get(v, k), k)
             computed_with.update(() if for_results else read)
@@ -395,14 +389,14 @@ class _Marked:
         given = prepared.union(self.jaxpr.jaxpr.invars)
 
         def read_by_mark(i: int) -> dict[Var, int]:
-            opened, operands = self.opens[i], list(_jaxprs.variables(eqns[i].invars))
+            opened, operands = self.opens[i], list(jaxprs.variables(eqns[i].invars))
             takes_slice = opened > first and data.issuperset(operands)
             read = dict.fromkeys(operands, opened if takes_slice else max(opened - 1, 0))
             if not given.issuperset(operands):
                 # A prepared value that is marked along with computed ones (a bias that a module is
                 # called with) is read by its readers behind the mark.
                 for v, out in zip(eqns[i].invars, eqns[i].outvars, strict=True):
-                    if not _jaxprs.is_literal(v) and v in prepared:
+                    if not jaxprs.is_literal(v) and v in prepared:
                         read[v] = readers.get(out, self.last)
             return read
 
@@ -413,9 +407,9 @@ def _data(jaxpr: jex.ClosedJaxpr) -> set[Var]:
     """Finds the arguments, and the variables that are slices, reshapes or transposes of them."""
     data = set(jaxpr.jaxpr.invars)
     for eqn in jaxpr.eqns:
-        read = _jaxprs.variables(eqn.invars)
+        read = jaxprs.variables(eqn.invars)
         if read and all(v in data for v in read) and not _marks.is_enter(eqn):
-            if eqn.primitive.name in _primitives.MOVES:
+            if eqn.primitive.name in primitives.MOVES:
                 data.update(eqn.outvars)
     return data
 
@@ -423,7 +417,7 @@ def _data(jaxpr: jex.ClosedJaxpr) -> set[Var]:
 def _makes_float_scalar(eqn: Eqn) -> bool:
     return (
         all(v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
-        and any(not _jaxprs.is_literal(v) and v.aval.shape != () for v in eqn.invars)
+        and any(not jaxprs.is_literal(v) and v.aval.shape != () for v in eqn.invars)
     )  # fmt: skip
 
 
@@ -456,10 +450,10 @@ def _number_marks(jaxpr: jex.ClosedJaxpr, chain: Sequence[bool]) -> dict[int, in
 def _is_at_start(jaxpr: jex.ClosedJaxpr, mark: int, chain: Sequence[bool]) -> bool:
     """Tells whether a mark is on bare arguments, and all equations before it only prepare."""
     eqns = jaxpr.eqns
-    varying = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
+    varying = jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
     before = zip(eqns[:mark], chain[:mark], strict=True)
     invars = set(jaxpr.jaxpr.invars)
-    return all(_jaxprs.is_literal(v) or v in invars for v in eqns[mark].invars) and all(
+    return all(jaxprs.is_literal(v) or v in invars for v in eqns[mark].invars) and all(
         prepares or not any(v in varying for v in e.outvars) for e, prepares in before
     )
 
@@ -471,4 +465,4 @@ def dissolve_marks(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:
         return _marks.is_enter(eqn) or _marks.is_edge(eqn)
 
     kept = [i for i, eqn in enumerate(jaxpr.eqns) if not is_mark(eqn)]
-    return _jaxprs.rewrite(jaxpr, lambda e: ([], e.invars) if is_mark(e) else None), kept
+    return jaxprs.rewrite(jaxpr, lambda e: ([], e.invars) if is_mark(e) else None), kept

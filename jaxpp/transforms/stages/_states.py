@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _next
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var
 from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _stages, _units
 
@@ -23,7 +23,7 @@ class State(NamedTuple):
     result: int
 
 
-def states(traced: _jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) -> list[State]:
+def states(traced: jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) -> list[State]:
     """Finds the states among the arguments of a traced function.
 
     The first argument, and an argument that is a bare array, are never taken for a state. A next
@@ -31,18 +31,20 @@ def states(traced: _jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) 
     """
     inside = traced.jaxpr.jaxpr
     inputs = inside.invars[traced.num_closed_over :]
-    args, kwargs = _next.numbered((tuple(args), kwargs), (v.aval for v in inputs))
+    args, kwargs = jaxprs.number_leaves((tuple(args), kwargs), (v.aval for v in inputs))
     arguments = {
         n: tree
         for n, tree in enumerate([*args[1:], *kwargs.values()])
-        if _next.numbers(tree) and not isinstance(tree, _next.Leaf)
+        if jaxprs.leaf_numbers(tree) and not isinstance(tree, jaxprs.Leaf)
     }
-    result = traced.rebuild(_next.leaves(v.aval for v in inside.outvars))
-    found = _next.next_values(arguments, result, lambda: _next.origins(traced.jaxpr, inputs))
+    result = traced.rebuild(jaxprs.leaves_of(v.aval for v in inside.outvars))
+    found = jaxprs.next_values(arguments, result, lambda: jaxprs.origins(traced.jaxpr, inputs))
     return [
         State(inputs[old], new)
         for n, part in sorted(found.items())
-        for old, new in zip(_next.numbers(arguments[n]), _next.numbers(part), strict=True)
+        for old, new in zip(
+            jaxprs.leaf_numbers(arguments[n]), jaxprs.leaf_numbers(part), strict=True
+        )
     ]
 
 
@@ -59,13 +61,13 @@ def units(
     makers = {v: i for i, e in enumerate(eqns) if e.outvars[0] not in prepares for v in e.outvars}
     readers: dict[Var, int] = {}
     for i, eqn in enumerate(eqns):
-        for v in _jaxprs.variables(eqn.invars):
+        for v in jaxprs.variables(eqn.invars):
             readers.setdefault(v, i)
     found = []
     for state in carried:
         whole = (state.argument, results[state.result])
         for before, after in stacked.states_of_layers(eqns, *whole) or [whole]:
-            last = max((makers.get(v, -1) for v in _jaxprs.variables([after])), default=-1)
+            last = max((makers.get(v, -1) for v in jaxprs.variables([after])), default=-1)
             if before in readers and readers[before] < last:
                 found.append(_units.Unit(readers[before], last, state))
     return found
@@ -86,16 +88,16 @@ def make_early(jaxpr: jex.ClosedJaxpr, carried: Sequence[State]) -> jex.ClosedJa
     """Moves the equations that only make next values of states as far forward as they can go."""
     eqns, results = jaxpr.eqns, jaxpr.jaxpr.outvars
     numbers = {state.result for state in carried}
-    other = set(_jaxprs.variables(v for i, v in enumerate(results) if i not in numbers))
+    other = set(jaxprs.variables(v for i, v in enumerate(results) if i not in numbers))
     is_update = [False] * len(eqns)
     for i in reversed(range(len(eqns))):
         is_update[i] = not eqns[i].effects and other.isdisjoint(eqns[i].outvars)
         if not is_update[i]:
-            other.update(_jaxprs.variables(eqns[i].invars))
+            other.update(jaxprs.variables(eqns[i].invars))
     ready: dict[Var, int] = {}
     place = []
     for i, moves in enumerate(_stages.argument_chains(jaxpr)):
-        operands = [ready.get(v, -1) for v in _jaxprs.variables(eqns[i].invars)]
+        operands = [ready.get(v, -1) for v in jaxprs.variables(eqns[i].invars)]
         place.append(-1 if moves else max(operands, default=-1) if is_update[i] else i)
         ready.update((v, place[i]) for v in eqns[i].outvars)
     order = sorted(range(len(eqns)), key=lambda i: (place[i], is_update[i], i))

@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 
 import numpy as np
 
-from jaxpp import _checkpoints, _compat, _jaxprs
-from jaxpp._typing import Eqn
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn
 
 #: The share of the work below which work does not count beside that of the layers: a list of norms
 #: beside a list of blocks, or a residual connection beside stacked layers.
@@ -97,13 +97,13 @@ def _without_number(name: str) -> str:
     return re.sub(r"[._\[]?\d+\]?$", "", name)
 
 
-def checkpoints(eqns: Sequence[Eqn | None], opened: _checkpoints.Checkpoints) -> list[Unit]:
+def checkpoints(eqns: Sequence[Eqn | None], opened: jaxprs.Checkpoints) -> list[Unit]:
     """Makes a unit of each checkpoint; those of one structure are of one kind."""
     alike: dict[Hashable, list[str]] = {}
     for name, checkpoint in opened.items():
-        alike.setdefault(_jaxprs.structure(checkpoint.params["jaxpr"]), []).append(name)
+        alike.setdefault(jaxprs.structure(checkpoint.params["jaxpr"]), []).append(name)
     kinds = {n: names[0] if len(names) > 1 else None for names in alike.values() for n in names}
-    return labelled(eqns, _checkpoints.scopes, kinds)
+    return labelled(eqns, jaxprs.checkpoint_scopes, kinds)
 
 
 def choose(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> list[Unit]:

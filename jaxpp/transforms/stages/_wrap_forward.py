@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Eqn, P, R, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn, P, R, Var, primitives
 from jaxpp.transforms.stages import _marks, _stages
 
 #: Says which values are kept for a backward pass, as `jax.checkpoint` takes it.
@@ -71,9 +71,9 @@ def wrap_forward(
         if own is None:
             stage = _with_cloned_keys(functools.partial(_run_stage, part.jaxpr))
         else:
-            run = _with_cloned_keys(functools.partial(_jaxprs.run, part.jaxpr))
+            run = _with_cloned_keys(functools.partial(jaxprs.run, part.jaxpr))
             stage = jax.checkpoint(run, policy=own)
-        inputs = _jaxprs.read(part.inputs, values)
+        inputs = jaxprs.read(part.inputs, values)
         if not _compat.writes_jaxpr():  # nothing is there to outline; a new call would be compiled
             return stage(*inputs)
         first = stages.like[k]
@@ -97,7 +97,7 @@ def _with_cloned_keys(stage: Callable[..., list[Any]]) -> Callable[..., list[Any
     """
 
     def run(*args: Any) -> list[Any]:
-        return _jaxprs.with_cloned_keys(stage(*args))
+        return jaxprs.with_cloned_keys(stage(*args))
 
     return run
 
@@ -111,24 +111,24 @@ def _run_stage(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
     rows = [list(row) for _, row in itertools.groupby(jaxpr.eqns, _is_elementwise)]
     long = [len(row) > _LONG_ROW and _is_elementwise(row[0]) for row in rows]
     if not any(long):
-        return _jaxprs.run(jaxpr, *args)
+        return jaxprs.run(jaxpr, *args)
     values = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    needed = set(_jaxprs.variables(jaxpr.jaxpr.outvars))
+    needed = set(jaxprs.variables(jaxpr.jaxpr.outvars))
     parts = []
     for row in reversed(rows):
-        part = _jaxprs.part(row, [v for e in row for v in e.outvars if v in needed])
+        part = jaxprs.part(row, [v for e in row for v in e.outvars if v in needed])
         needed.update(part.inputs)
         parts.append(part)
     for part, is_long in zip(reversed(parts), long, strict=True):
-        run = functools.partial(_jaxprs.run, part.jaxpr)
+        run = functools.partial(jaxprs.run, part.jaxpr)
         run = jax.checkpoint(run) if is_long else run
         outputs = run(*(values[v] for v in part.inputs))
         values.update(zip(part.outputs, outputs, strict=True))
-    return _jaxprs.read(jaxpr.jaxpr.outvars, values)
+    return jaxprs.read(jaxpr.jaxpr.outvars, values)
 
 
 def _is_elementwise(eqn: Eqn) -> bool:
-    inner = [e for body in _jaxprs.sub_jaxprs(eqn) for e in body.eqns]
+    inner = [e for body in jaxprs.sub_jaxprs(eqn) for e in body.eqns]
     if inner or eqn.effects:
         return not eqn.effects and all(map(_is_elementwise, inner))
-    return eqn.primitive.name in _primitives.ELEMENTWISE | _primitives.MOVES
+    return eqn.primitive.name in primitives.ELEMENTWISE | primitives.MOVES

@@ -16,9 +16,8 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _jaxprs, _primitives, _specs
-from jaxpp._groups import Flow
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _specs, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Flow, Var, primitives
 from jaxpp.schedules import Kind
 from jaxpp.transforms.stacked import (
     Bounds,
@@ -36,7 +35,7 @@ from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow
 
 _CAST = "convert_element_type"
 #: The primitives that a sum may go through before its accumulator: casts, and moves of data.
-_PASSED = _primitives.REORDERS | {_CAST}
+_PASSED = primitives.REORDERS | {_CAST}
 
 
 def adds_like(wide: Any, narrow: Any) -> bool:
@@ -67,15 +66,15 @@ def hand_through_zeros(loop: ScheduledLoop) -> ScheduledLoop:
     maker = {v: e for e in loop.eqns for v in e.outvars}
 
     def update(carry, out):
-        if _jaxprs.is_literal(out) or out not in maker:
+        if jaxprs.is_literal(out) or out not in maker:
             return out
         eqn = maker[out]
-        adds = eqn.primitive.name in _primitives.ADDS and carry in eqn.invars
-        zeros = all(v is carry or _primitives.is_zero(v, maker) for v in eqn.invars)
+        adds = eqn.primitive.name in primitives.ADDS and carry in eqn.invars
+        zeros = all(v is carry or primitives.is_zero(v, maker) for v in eqn.invars)
         return carry if adds and zeros else out
 
     outs = tuple(map(update, loop.carries, loop.carry_outs))
-    keep = _jaxprs.ancestors(loop.eqns, (*outs, *loop.ys))
+    keep = jaxprs.ancestors(loop.eqns, (*outs, *loop.ys))
     return loop.with_equations(itertools.compress(loop.grouped, keep), carry_outs=outs)
 
 
@@ -89,9 +88,9 @@ def neutral(fold: jex.Primitive | None, first: Atom) -> tuple[list[Eqn], Atom]:
 
     It is zeros for a sum, which the equations make, else the same.
     """
-    if not fold or fold.name not in _primitives.ADDS:
+    if not fold or fold.name not in primitives.ADDS:
         return [], first
-    eqns, (zeros,) = _jaxprs.record(lambda: [_specs.filled(first.aval, 0)], [])
+    eqns, (zeros,) = jaxprs.record(lambda: [_specs.filled(first.aval, 0)], [])
     return eqns, zeros
 
 
@@ -113,8 +112,8 @@ def split_shared_sums(loop: ScheduledLoop) -> ScheduledLoop:
         own, own_outs = [carry], [out]
         if update is not None:
             groups = sums.terms_by_task(update)
-            own += [_jaxprs.fresh_var(carry) for _ in groups[1:]]
-            own_outs += [_jaxprs.fresh_var(out) for _ in groups[1:]]
+            own += [jaxprs.fresh_var(carry) for _ in groups[1:]]
+            own_outs += [jaxprs.fresh_var(out) for _ in groups[1:]]
             if len(groups) > 1:
                 sums.accumulate(update, groups, own, own_outs)
             folds.update(dict.fromkeys(own, update.eqn.primitive))
@@ -159,7 +158,7 @@ class _Sums:
         #: The last task that each variable depends on, if it does on any.
         self.at = flow.down({}, last)
         atoms = [v for e in loop.eqns for v in e.invars] + list(loop.outputs)
-        self.readers = collections.Counter(v for v in atoms if not _jaxprs.is_literal(v))
+        self.readers = collections.Counter(v for v in atoms if not jaxprs.is_literal(v))
         self.opened = self._sums_of_several()
         self.dropped: set[int] = set()
         self.added: list[Eqn] = []
@@ -171,14 +170,14 @@ class _Sums:
 
     def update_of(self, carry: Var, out: Atom) -> _Update | None:
         """Finds how a carry combines its microbatches; None if their order counts."""
-        if _jaxprs.is_literal(out) or out not in self.maker or self.readers[carry] != 1:
+        if jaxprs.is_literal(out) or out not in self.maker or self.readers[carry] != 1:
             return None
         eqn = self.loop.eqns[self.maker[out]]
-        if eqn.primitive.name not in _primitives.ADDS | _primitives.EXTREMES:
+        if eqn.primitive.name not in primitives.ADDS | primitives.EXTREMES:
             return None
         left, right = eqn.invars
         for own, value in ((left, right), (right, left)):
-            if not _jaxprs.is_literal(own) and self._uncast(own) is carry:
+            if not jaxprs.is_literal(own) and self._uncast(own) is carry:
                 return _Update(eqn, own, value)
         return None
 
@@ -199,12 +198,12 @@ class _Sums:
         for i, (eqn, key) in enumerate(self.loop.grouped):
             name = eqn.primitive.name
             forward = key is not None and key.kind is Kind.F
-            if name not in _primitives.ADDS | _PASSED or forward:
+            if name not in primitives.ADDS | _PASSED or forward:
                 continue
             (v,) = eqn.outvars
             if self.readers[v] != 1:
                 continue
-            made_by = [tasks.get(o, {self.at.get(o)}) for o in _jaxprs.variables(eqn.invars)]
+            made_by = [tasks.get(o, {self.at.get(o)}) for o in jaxprs.variables(eqn.invars)]
             own = set[Key | None]().union(*made_by)
             if own != {self.at.get(v)}:
                 tasks[v], found[v] = own, i
@@ -216,10 +215,10 @@ class _Sums:
         A term that no task makes (the gradient of a penalty on the parameter) joins the first
         group. An extreme has one group.
         """
-        if update.eqn.primitive.name not in _primitives.ADDS:
+        if update.eqn.primitive.name not in primitives.ADDS:
             return [[_Term(update.value)]]
         terms, _ = self._terms(update.value)
-        tasks = [None if _jaxprs.is_literal(t.value) else self.at.get(t.value) for t in terms]
+        tasks = [None if jaxprs.is_literal(t.value) else self.at.get(t.value) for t in terms]
         first = next((key for key in tasks if key is not None), None)
         groups: dict[Key | None, list[_Term]] = {}
         for t, key in zip(terms, tasks, strict=True):
@@ -235,13 +234,13 @@ class _Sums:
         found, numbers, rest = [], [], [_Term(v)]
         while rest:
             term = rest.pop()
-            i = None if _jaxprs.is_literal(term.value) else self.opened.get(term.value)
+            i = None if jaxprs.is_literal(term.value) else self.opened.get(term.value)
             if i is None or not adds_like(v.aval.dtype, term.value.aval.dtype):
                 found.append(term)
                 continue
             numbers.append(i)
             eqn = self.loop.eqns[i]
-            passed = () if eqn.primitive.name in _primitives.ADDS else (eqn,)
+            passed = () if eqn.primitive.name in primitives.ADDS else (eqn,)
             rest += [_Term(o, (*passed, *term.passed)) for o in reversed(eqn.invars)]
         return found, numbers
 
@@ -254,7 +253,7 @@ class _Sums:
         for group, carry, out in zip(groups, carries, outs, strict=True):
             value, *others = map(self._finished, group)
             for v in others:
-                partial = _jaxprs.fresh_var(v)
+                partial = jaxprs.fresh_var(v)
                 self.added.append(update.eqn.replace(invars=[value, v], outvars=[partial]))
                 value = partial
             self.added.append(update.eqn.replace(invars=[carry, value], outvars=[out]))
@@ -296,14 +295,14 @@ def split_stacked_sums(loop: ScheduledLoop) -> ScheduledLoop:
     for carry, cut in zip(loop.carries, cuts, strict=True):
         for part, rows in zip(given.get(carry, ()), itertools.pairwise(cut or ()), strict=True):
             take = functools.partial(jax.lax.slice_in_dim, start_index=rows[0], limit_index=rows[1])
-            eqns, (outside[part],) = _jaxprs.record(take, [loop.outside[carry]])
+            eqns, (outside[part],) = jaxprs.record(take, [loop.outside[carry]])
             before += eqns
     carry_outs = slicer.outputs(loop.carry_outs, cuts)
     ys = slicer.outputs(loop.ys, [None] * len(loop.ys))
     # New equations have no task: they join one by dependence later.
     owner = loop.owner()
     grouped = [(e, next((owner.get(v) for v in e.outvars), None)) for e in slicer.eqns]
-    keep = _jaxprs.ancestors(slicer.eqns, (*carry_outs, *ys))
+    keep = jaxprs.ancestors(slicer.eqns, (*carry_outs, *ys))
     loop = loop.divided(parts, joins, outside=outside, before=tuple(before))
     grouped = itertools.compress(grouped, keep)
     return loop.with_equations(grouped, carry_outs=tuple(carry_outs), ys=tuple(ys))
@@ -314,7 +313,7 @@ def _bounds(loop: ScheduledLoop) -> dict[Var, Bounds]:
     classes = Classes(loop.eqns, loop.becomes().items())
     of_stages = [(e, None if key is None else key.stage) for e, key in loop.grouped]
     carried = {classes.of(v) for v in loop.carries}
-    variables = [*loop.inputs, *_jaxprs.results_of(loop.eqns)]
+    variables = [*loop.inputs, *jaxprs.results_of(loop.eqns)]
     used = rows_used(of_stages, classes)
     return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
 
@@ -327,11 +326,11 @@ def _open_calls(loop: ScheduledLoop) -> ScheduledLoop:
     """
 
     def touches_rows(eqn) -> bool:
-        if eqn.primitive.name in _primitives.CUSTOM_RULES or _jaxprs.called_jaxpr(eqn) is None:
+        if eqn.primitive.name in primitives.CUSTOM_RULES or jaxprs.called_jaxpr(eqn) is None:
             return False
-        for inner in (inner for sub in _jaxprs.sub_jaxprs(eqn) for inner in sub.eqns):
+        for inner in (inner for sub in jaxprs.sub_jaxprs(eqn) for inner in sub.eqns):
             if takes_some_rows(inner) or pad_interval(inner) or touches_rows(inner):
                 return True
         return False
 
-    return loop.rewritten(_jaxprs.inlining(touches_rows))
+    return loop.rewritten(jaxprs.inlining(touches_rows))

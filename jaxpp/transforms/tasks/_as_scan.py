@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp import _compat, _jaxprs, _specs
-from jaxpp._typing import Var
+from jaxpp import _compat, _specs, jaxprs
+from jaxpp.jaxprs import Var
 from jaxpp.transforms.stages import call_task, is_task_call
 from jaxpp.transforms.tasks._loop import ScheduledLoop, loop_p, remade, row_type, rows_type
 
@@ -60,10 +60,10 @@ def _step(loop: ScheduledLoop, consts, carry, slices):
         inputs = [values[v] for v in task.invars]
         # Else XLA keeps the forward's values, and computes nothing again.
         if task.params["recomputes"]:
-            inputs = jax.lax.optimization_barrier(_jaxprs.with_cloned_keys(inputs))
-            inputs = _jaxprs.with_cloned_keys(inputs)
+            inputs = jax.lax.optimization_barrier(jaxprs.with_cloned_keys(inputs))
+            inputs = jaxprs.with_cloned_keys(inputs)
         # The names of these calls outlive differentiation, so that `was_loop` can find the loop.
-        run = functools.partial(_jaxprs.run, task.params["jaxpr"])
+        run = functools.partial(jaxprs.run, task.params["jaxpr"])
         made = call_task(run, str(task.params["key"]), inputs)
         values.update(zip(task.outvars, made, strict=True))
     results = [values[v] for v in loop.outputs]
@@ -98,7 +98,7 @@ def _abstract(*avals, **params):
 
 
 loop_p.def_impl(
-    lambda *xs, **params: _jaxprs.run_compiled(functools.partial(run_as_scan, **params), *xs)
+    lambda *xs, **params: jaxprs.run_compiled(functools.partial(run_as_scan, **params), *xs)
 )
 loop_p.def_effectful_abstract_eval(_abstract)
 mlir.register_lowering(
@@ -111,7 +111,7 @@ def _jvp(primals, tangents, **params):
     tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
     run = functools.partial(run_as_scan, **params)
     if not _compat.writes_jaxpr():  # else `was_loop` has to find the scan
-        run = _jaxprs.compiled(run, *primals)
+        run = jaxprs.compiled(run, *primals)
     return jax.jvp(run, tuple(primals), tangents)
 
 
@@ -140,7 +140,7 @@ def _batch(axis, args, dims, **params):
             return x
         return jnp.moveaxis(jnp.broadcast_to(x, (size, *x.shape)), 0, axis_of(v))
 
-    new = _jaxprs.Substitution(
+    new = jaxprs.Substitution(
         (v, Var(rows_type(v.aval, size))) for v in loop.inputs if v in batched
     )
 
@@ -150,7 +150,7 @@ def _batch(axis, args, dims, **params):
             [0 if v in batched else None for v in own] for own in (task.invars, task.outvars)
         )
         run = jax.vmap(
-            functools.partial(_jaxprs.run, jaxpr),
+            functools.partial(jaxprs.run, jaxpr),
             axes,
             out_axes,
             axis_name=axis.name,
@@ -161,8 +161,8 @@ def _batch(axis, args, dims, **params):
             v.aval if axis is None else _specs.type_of(v.aval, (size, *v.aval.shape))
             for v, axis in zip(jaxpr.jaxpr.invars, axes, strict=True)
         ]
-        made = _jaxprs.bind_constants(*_jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
-        outvars = list(map(_jaxprs.fresh_var, made.jaxpr.outvars))
+        made = jaxprs.bind_constants(*jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
+        outvars = list(map(jaxprs.fresh_var, made.jaxpr.outvars))
         new.of.update(zip(task.outvars, outvars, strict=True))
         return remade(task, made, map(new, task.invars), outvars)
 
@@ -185,10 +185,10 @@ def _reached(loop: ScheduledLoop, sources: set[Var], axis_name: Any) -> set[Var]
             own = [
                 v for v, given in zip(inside.invars, task.invars, strict=True) if given in reached
             ]
-            own += _jaxprs.results_of(e for e in inside.eqns if _compat.knows_axis(e, axis_name))
-            made = _jaxprs.descendants(inside.eqns, own)
+            own += jaxprs.results_of(e for e in inside.eqns if _compat.knows_axis(e, axis_name))
+            made = jaxprs.descendants(inside.eqns, own)
             outvars = zip(inside.outvars, task.outvars, strict=True)
-            reached.update(o for v, o in outvars if not _jaxprs.is_literal(v) and v in made)
+            reached.update(o for v, o in outvars if not jaxprs.is_literal(v) and v in made)
         for pair in loop.becomes().items():
             reached.update(pair if not reached.isdisjoint(pair) else ())
     return reached
@@ -203,7 +203,7 @@ def _flat(eqn) -> jex.ClosedJaxpr:
     """Returns a loop as scans whose bodies are flat: tasks may share an array of keys."""
     plain = _plain(*(v.aval for v in eqn.invars), **eqn.params)
     opened = [
-        _jaxprs.map_jaxprs(e, lambda body: _jaxprs.inline(body, is_task_call)) for e in plain.eqns
+        jaxprs.map_jaxprs(e, lambda body: jaxprs.inline(body, is_task_call)) for e in plain.eqns
     ]
     return _compat.with_equations(plain, opened)
 
@@ -213,4 +213,4 @@ _compat.use_keys_as(loop_p, _flat)
 
 def was_loop(eqn) -> bool:
     """Tells whether an equation was a scheduled loop before it was differentiated."""
-    return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_task_call)
+    return eqn.primitive.name == "scan" and jaxprs.contains(eqn, is_task_call)

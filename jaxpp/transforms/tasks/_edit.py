@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from jaxpp import _compat, _jaxprs, schedules
-from jaxpp._typing import Atom, Aval, Eqn, Var
+from jaxpp import _compat, jaxprs, schedules
+from jaxpp.jaxprs import Atom, Aval, Eqn, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms.tasks._loop import Key, ScheduledLoop
 from jaxpp.transforms.tasks._open_task import OpenTask
@@ -118,7 +118,7 @@ class Loop:
         """The values that tasks make for others of their microbatch, in the order of making."""
         readers: dict[Var, list[Key]] = {}
         for task in self._loop.tasks:
-            for v in _jaxprs.variables(task.invars):
+            for v in jaxprs.variables(task.invars):
                 readers.setdefault(v, []).append(_key(task))
         results = {*self._loop.outputs}
         return tuple(
@@ -271,8 +271,8 @@ class Loop:
             )
         gradients = {v._var for v in values if v._is_gradient}
         adding = {id(e) for e, v in task.additions(self._loop) if v in gradients}
-        added = _jaxprs.results_of(e for e in task.eqns if id(e) in adding)
-        late = _jaxprs.descendants(task.eqns, added)
+        added = jaxprs.results_of(e for e in task.eqns if id(e) in adding)
+        late = jaxprs.descendants(task.eqns, added)
         first, second = (
             [e for e in task.eqns if late.isdisjoint(e.outvars) is early] for early in (True, False)
         )
@@ -280,7 +280,7 @@ class Loop:
         task = dataclasses.replace(task, eqns=(*first, *second))
         made = self._put(task, fun, atoms, types=types, at=len(first))
         pairs = [(v._var, new) for v, new in zip(values, made.atoms, strict=True)]
-        known = _jaxprs.Substitution(pair for pair in pairs if pair[0] in gradients)
+        known = jaxprs.Substitution(pair for pair in pairs if pair[0] in gradients)
         eqns = tuple(known.rename(e) if id(e) in adding else e for e in made.task.eqns)
         outputs = {v: new for v, new in pairs if v not in gradients}
         return made.loop._with(dataclasses.replace(made.task, eqns=eqns).giving(outputs))
@@ -363,7 +363,7 @@ class Loop:
     def _atoms(self, task: OpenTask, values: Sequence[Value]) -> list[Atom]:
         """The atoms in a task of values that it makes or reads."""
         known = {**task.inputs, **task.outputs}
-        own = {*task.inputs.values(), *_jaxprs.results_of(task.eqns)}
+        own = {*task.inputs.values(), *jaxprs.results_of(task.eqns)}
         atoms = []
         for value in values:
             atom = value._var if value._is_gradient else known.get(value._var)
@@ -416,27 +416,27 @@ class Loop:
         try:
             traced, tree = jax.make_jaxpr(fun, return_shape=True)(*(a.aval for a in atoms))
         except Exception as error:
-            error.add_note(f"{self._who} runs {_jaxprs.described(fun)} {where}.")
+            error.add_note(f"{self._who} runs {jaxprs.describe_function(fun)} {where}.")
             raise
-        jaxpr, arrays = _jaxprs.without_constants(traced)
-        jaxpr = _jaxprs.inline(jaxpr, lambda e: True)
+        jaxpr, arrays = jaxprs.without_constants(traced)
+        jaxpr = jaxprs.inline(jaxpr, lambda e: True)
         if types is not None and list(map(_type, jaxpr.out_avals)) != list(map(_type, types)):
             given, wanted = (
                 ", ".join(a.str_short() for a in own) or "nothing"
                 for own in (jaxpr.out_avals, types)
             )
             raise self._error(
-                f"runs {_jaxprs.described(fun)} {where}, which gives {given}, but is to give "
-                f"{wanted}; convert what it returns."
+                f"runs {jaxprs.describe_function(fun)} {where}, which gives {given}, but is to "
+                f"give {wanted}; convert what it returns."
             )
         consts, read = list(self._consts), []
         for array, v in zip(arrays, jaxpr.jaxpr.invars, strict=False):
             same = next((var for var, known in consts if known is array), None)
             if same is None:
-                consts.append((same := _jaxprs.fresh_var(v), array))
+                consts.append((same := jaxprs.fresh_var(v), array))
             read.append(same)
         task = task.reading(read)
-        eqns, made = _jaxprs.inline_body(jaxpr, [*(task.inputs[v] for v in read), *atoms])
+        eqns, made = jaxprs.inline_body(jaxpr, [*(task.inputs[v] for v in read), *atoms])
         at = len(task.eqns) if at is None else at
         task = dataclasses.replace(task, eqns=(*task.eqns[:at], *eqns, *task.eqns[at:]))
         new = [v for v, _ in consts[len(self._consts) :]]

@@ -9,9 +9,8 @@ import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._definitions import definition_of
-from jaxpp._typing import Eqn, P, R, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn, P, R, Var, definition_of
 from jaxpp.transforms.tasks import _loop, _write
 from jaxpp.transforms.tasks._edit import Loop
 
@@ -69,7 +68,7 @@ def edit_loops(
         >>> edited(jnp.eye(2), jnp.ones((8, 2))).shape
         (2, 2)
     """
-    who = f"edit_loops: the rule {_jaxprs.described(rule)}"
+    who = f"edit_loops: the rule {jaxprs.describe_function(rule)}"
     if hasattr(fun, "with_edit"):  # in a trace, it is the function that was placed
         raise TypeError(
             f"edit_loops edits loops before they are placed, got {fun!r}: place(edit_loops(...))."
@@ -78,14 +77,14 @@ def edit_loops(
     @functools.wraps(fun)
     def edited(*args: Any, **kwargs: Any) -> Any:
         if define := definition_of("edit_loops"):
-            return define(fun, _jaxprs.described(rule), has_aux)(*args, **kwargs)
+            return define(fun, jaxprs.describe_function(rule), has_aux)(*args, **kwargs)
         if _compat.is_jit_disabled() and not has_aux:  # there are no scheduled loops
             return fun(*args, **kwargs)
-        traced = _jaxprs.trace(fun, args, kwargs)
+        traced = jaxprs.trace(fun, args, kwargs)
         with jax.debug_key_reuse(False):  # tasks may share an array of keys
-            flat = _jaxprs.inline(traced.jaxpr, lambda e: _jaxprs.contains(e, _loop.is_loop))
+            flat = jaxprs.inline(traced.jaxpr, lambda e: jaxprs.contains(e, _loop.is_loop))
             jaxpr, consts, trees = _edited(flat, rule, who, has_aux)
-            results = _jaxprs.run(jaxpr, *consts, *traced.inputs)
+            results = jaxprs.run(jaxpr, *consts, *traced.inputs)
         own = len(flat.jaxpr.outvars)
         result = traced.rebuild(results[:own])
         if not has_aux:
@@ -111,7 +110,7 @@ def _edited(
     eqns, results, consts, trees = [], [], {}, {}
     for eqn in flat.eqns:
         if not _loop.is_loop(eqn):
-            if _jaxprs.contains(eqn, _loop.is_loop):
+            if jaxprs.contains(eqn, _loop.is_loop):
                 raise _loop.error_inside("edit_loops", "a scheduled loop", eqn)
             eqns.append(eqn)
             continue
@@ -154,7 +153,7 @@ def _bound(eqn: Eqn, loop: Loop) -> tuple[list[Eqn], list[Var]]:
         return eqns, added
     join, joined = _write.row_by_direction(edited), []
     for n in range(0, len(added), count):
-        more, (result,) = _jaxprs.record(join, added[n : n + count], eqn)
+        more, (result,) = jaxprs.record(join, added[n : n + count], eqn)
         eqns += more
         joined.append(result)
     return eqns, joined

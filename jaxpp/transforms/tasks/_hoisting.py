@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp import _compat, _flops, _jaxprs, _primitives
-from jaxpp._typing import Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn, Var, primitives
 from jaxpp.transforms.tasks._loop import ScheduledLoop
 from jaxpp.transforms.tasks._split_backward import scan_of
 
@@ -36,12 +36,12 @@ def hoist(loop: ScheduledLoop) -> ScheduledLoop:
     rest = loop.with_equations(pair for pair, o in zip(loop.grouped, out, strict=True) if not o)
     read = rest.read()
     outputs = [v for e, o in zip(loop.eqns, out, strict=True) if o for v in e.outvars if v in read]
-    made = _jaxprs.needed([e for e in loop.eqns if not e.effects], outputs)
+    made = jaxprs.needed([e for e in loop.eqns if not e.effects], outputs)
     made, known = _merge_equal(made)
     outputs = list(dict.fromkeys(map(known, outputs)))
-    hoisted = _jaxprs.part(made, outputs)
+    hoisted = jaxprs.part(made, outputs)
     operands = [loop.outside[v] for v in hoisted.inputs]
-    before, results = _jaxprs.inline_body(hoisted.jaxpr, operands)
+    before, results = jaxprs.inline_body(hoisted.jaxpr, operands)
     return rest.renamed(
         [(known.rename(e), key) for e, key in rest.grouped],
         known,
@@ -60,14 +60,14 @@ class _Invariance:
 
     def note(self, eqn) -> None:
         """Notes the results of an equation; the equations come in order."""
-        read = _jaxprs.variables(eqn.invars)
+        read = jaxprs.variables(eqn.invars)
         if eqn.effects or any(v in self.varying for v in read):
             self.varying.update(eqn.outvars)
         elif any(v in self.constant for v in read):
             self.constant.update(eqn.outvars)
 
     def is_worth_hoisting(self, eqn) -> bool:
-        return any(v in self.constant for v in eqn.outvars) and _flops.flops(eqn) > 0
+        return any(v in self.constant for v in eqn.outvars) and jaxprs.flops(eqn) > 0
 
 
 class _Opener:
@@ -80,34 +80,34 @@ class _Opener:
     def opened(self) -> ScheduledLoop:
         return self.loop.rewritten(self._open)
 
-    def _open(self, eqn: Eqn) -> _jaxprs.Replacement | None:
+    def _open(self, eqn: Eqn) -> jaxprs.Replacement | None:
         """Returns what takes the place of an equation."""
         name = eqn.primitive.name
-        varies = any(v in self.find.varying for v in _jaxprs.variables(eqn.invars))
-        if varies and not eqn.effects and not _jaxprs.shardings_of(eqn):
-            if name in _primitives.PLAIN_CALLS or name in _primitives.CHECKPOINTS:
+        varies = any(v in self.find.varying for v in jaxprs.variables(eqn.invars))
+        if varies and not eqn.effects and not jaxprs.shardings_of(eqn):
+            if name in primitives.PLAIN_CALLS or name in primitives.CHECKPOINTS:
                 return self._open_call(eqn)
             if name == "scan":
                 return self._open_scan(eqn)
         self.find.note(eqn)
         return None
 
-    def _open_call(self, eqn: Eqn) -> _jaxprs.Replacement | None:
-        known = _jaxprs.Substitution()
-        inner, results = _jaxprs.inline_call(eqn, eqn.invars)
-        inner, results = _jaxprs.rewritten(inner, self._open, known), list(map(known, results))
-        worth = _jaxprs.results_of(filter(self.find.is_worth_hoisting, inner))
+    def _open_call(self, eqn: Eqn) -> jaxprs.Replacement | None:
+        known = jaxprs.Substitution()
+        inner, results = jaxprs.inline_call(eqn, eqn.invars)
+        inner, results = jaxprs.rewritten(inner, self._open, known), list(map(known, results))
+        worth = jaxprs.results_of(filter(self.find.is_worth_hoisting, inner))
         if not worth:
             self.find.note(eqn)
             return None
-        if eqn.primitive.name in _primitives.PLAIN_CALLS:
+        if eqn.primitive.name in primitives.PLAIN_CALLS:
             return inner, results
-        before = _jaxprs.needed([e for e in inner if not e.effects], worth)
+        before = jaxprs.needed([e for e in inner if not e.effects], worth)
         after = [e for e in inner if not any(e is b for b in before)]
-        made = set(_jaxprs.results_of(after))
+        made = set(jaxprs.results_of(after))
         pairs = list(zip(eqn.outvars, results, strict=True))
-        kept = [(v, r) for v, r in pairs if not _jaxprs.is_literal(r) and r in made]
-        part = _jaxprs.part(after, [r for _, r in kept])
+        kept = [(v, r) for v, r in pairs if not jaxprs.is_literal(r) and r in made]
+        part = jaxprs.part(after, [r for _, r in kept])
         jaxpr = _compat.with_closed_type(part.jaxpr, eqn.params["jaxpr"])
         checkpoint = eqn.replace(
             invars=list(part.inputs),
@@ -118,7 +118,7 @@ class _Opener:
         inside = {v for v, _ in kept}
         return [*before, checkpoint], [v if v in inside else r for v, r in pairs]
 
-    def _open_scan(self, eqn: Eqn) -> _jaxprs.Replacement:
+    def _open_scan(self, eqn: Eqn) -> jaxprs.Replacement:
         """Casts an operand of a scan before the scan, where the scan only reads it to cast it."""
         closed = eqn.params["jaxpr"]
         num_consts, num_carry = _compat.scan_parts(eqn)
@@ -126,10 +126,10 @@ class _Opener:
         body, before = list(closed.eqns), []
         for i, (var, operand) in enumerate(zip(inputs, operands, strict=True)):
             carried = num_consts <= i < num_consts + num_carry
-            if carried or _jaxprs.is_literal(operand) or operand not in self.find.constant:
+            if carried or jaxprs.is_literal(operand) or operand not in self.find.constant:
                 continue
-            readers = [e for e in body if var in _jaxprs.variables(e.invars)]
-            if len(readers) != 1 or var in _jaxprs.variables(closed.jaxpr.outvars):
+            readers = [e for e in body if var in jaxprs.variables(e.invars)]
+            if len(readers) != 1 or var in jaxprs.variables(closed.jaxpr.outvars):
                 continue
             cast = readers[0]
             if cast.primitive.name != "convert_element_type":
@@ -146,19 +146,19 @@ class _Opener:
         return [*before, eqn], eqn.outvars
 
 
-def _merge_equal(eqns: Sequence[Eqn]) -> tuple[list[Eqn], _jaxprs.Substitution]:
+def _merge_equal(eqns: Sequence[Eqn]) -> tuple[list[Eqn], jaxprs.Substitution]:
     """Drops repeated equations: a forward and a backward pass may cast the same weight."""
     first: dict[Any, Eqn] = {}
 
     def rule(eqn):
-        one = _jaxprs.part([eqn], eqn.outvars)
+        one = jaxprs.part([eqn], eqn.outvars)
         # The loop may still be differentiated: calls with other derivative rules are not equal.
-        key = _jaxprs.structure(one.jaxpr, differentiable=True), one.inputs
+        key = jaxprs.structure(one.jaxpr, differentiable=True), one.inputs
         same = first.setdefault(key, eqn)
         return None if same is eqn else ([], same.outvars)
 
-    known = _jaxprs.Substitution()
-    return _jaxprs.rewritten(eqns, rule, known), known
+    known = jaxprs.Substitution()
+    return jaxprs.rewritten(eqns, rule, known), known
 
 
 # ---- carries that depend on no stage -------------------------------------------------------------
@@ -175,11 +175,11 @@ def carry_before(loop: ScheduledLoop) -> ScheduledLoop:
     rest = (*(out for carry, out in pairs if carry not in free), *loop.ys)
     carries: list[Var] = []
     chain: list[Eqn] = []
-    read = _jaxprs.operands_of(_jaxprs.needed(loop.eqns, rest), rest)
+    read = jaxprs.operands_of(jaxprs.needed(loop.eqns, rest), rest)
     while new := [v for v in free if v in read and v not in carries]:
         carries += new
-        chain = _jaxprs.needed([e for e in loop.eqns if not e.effects], [outs[v] for v in carries])
-        read = _jaxprs.operands_of(chain)
+        chain = jaxprs.needed([e for e in loop.eqns if not e.effects], [outs[v] for v in carries])
+        read = jaxprs.operands_of(chain)
     if not carries:
         return loop
     carries = [v for v in loop.carries if v in carries]
@@ -190,9 +190,9 @@ def carry_before(loop: ScheduledLoop) -> ScheduledLoop:
         chain, becomes, loop.xs, carries, length=loop.length, reverse=loop.reverse
     )
     last = [v for c, v in zip(loop.carries, loop.outvars, strict=False) if c in carries]
-    before = _jaxprs.splice(run, [loop.outside[v] for v in inputs], [*last, *stacked])
+    before = jaxprs.splice(run, [loop.outside[v] for v in inputs], [*last, *stacked])
     kept = [(v, out) for v, out in pairs if v not in carries]
-    keep = _jaxprs.ancestors(loop.eqns, [*(out for _, out in kept), *loop.ys])
+    keep = jaxprs.ancestors(loop.eqns, [*(out for _, out in kept), *loop.ys])
     parts = [[] if v in carries else [v] for v in loop.carries]
     loop = loop.divided(
         parts,
@@ -207,13 +207,13 @@ def carry_before(loop: ScheduledLoop) -> ScheduledLoop:
 
 def _free(loop: ScheduledLoop) -> list[Var]:
     """Finds the carries whose next values depend on no stage, effect, or carry that does."""
-    effects = _jaxprs.results_of(e for e in loop.eqns if e.effects)
+    effects = jaxprs.results_of(e for e in loop.eqns if e.effects)
     free, before = list(loop.carries), None
     while free != before:
         before = free
         others = [v for v in loop.carries if v not in free]
         staged = loop.from_stages([*others, *effects])
         pairs = zip(loop.carries, loop.carry_outs, strict=True)
-        free = [v for v, out in pairs if _jaxprs.is_literal(out) or out not in staged]
+        free = [v for v, out in pairs if jaxprs.is_literal(out) or out not in staged]
         free = [v for v in free if v in before]
     return free

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._groups import as_text
-from jaxpp._typing import Atom, Aval, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Aval, Eqn, Var, as_text
 from jaxpp.schedules import Dependencies, Kind, Table
 
 # ---- tasks --------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ def in_flow(key: Key) -> tuple[int, int]:
 #: of its stage's forward again.
 task_p = jex.Primitive("pipeline_task")
 task_p.multiple_results = True
-task_p.def_impl(lambda *xs, jaxpr, **_: _jaxprs.run(jaxpr, *xs))
+task_p.def_impl(lambda *xs, jaxpr, **_: jaxprs.run(jaxpr, *xs))
 task_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
 
 
@@ -248,7 +247,7 @@ class ScheduledLoop:
 
     def read(self) -> set[Var]:
         """Finds the variables that equations or results read."""
-        return _jaxprs.operands_of(self.eqns, self.outputs)
+        return jaxprs.operands_of(self.eqns, self.outputs)
 
     def owner(self) -> dict[Var, Key]:
         """Finds for each variable the task that makes it, if one task does."""
@@ -259,15 +258,15 @@ class ScheduledLoop:
         readers: dict[Var, set[Key]] = {}
         for e, key in self.grouped:
             if key:
-                for v in _jaxprs.variables(e.invars):
+                for v in jaxprs.variables(e.invars):
                     readers.setdefault(v, set()).add(key)
         return readers
 
     def from_stages(self, more: Iterable[Var]) -> set[Var]:
         """Finds all that depends on `more`, or on what a stage makes of a microbatch."""
-        varying = _jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
+        varying = jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
         staged = [v for e, key in self.grouped if key for v in e.outvars if v in varying]
-        return _jaxprs.descendants(self.eqns, [*staged, *more])
+        return jaxprs.descendants(self.eqns, [*staged, *more])
 
     # ---- changed --------------------------------------------------------------------------------
 
@@ -276,17 +275,17 @@ class ScheduledLoop:
         return dataclasses.replace(self, grouped=tuple(grouped), **changes)
 
     def renamed(
-        self, grouped: Iterable[Grouped], known: _jaxprs.Substitution, **changes: Any
+        self, grouped: Iterable[Grouped], known: jaxprs.Substitution, **changes: Any
     ) -> "ScheduledLoop":
         """Replaces the equations by others, and its results by what is known of them."""
         outs, ys = (tuple(map(known, own)) for own in (self.carry_outs, self.ys))
         return self.with_equations(grouped, carry_outs=outs, ys=ys, **changes)
 
-    def rewritten(self, rule: Callable[[Eqn], _jaxprs.Replacement | None]) -> "ScheduledLoop":
+    def rewritten(self, rule: Callable[[Eqn], jaxprs.Replacement | None]) -> "ScheduledLoop":
         """Replaces equations by a rule; what takes the place of one is in its task."""
-        known = _jaxprs.Substitution()
+        known = jaxprs.Substitution()
         grouped = [
-            (e, key) for eqn, key in self.grouped for e in _jaxprs.rewritten([eqn], rule, known)
+            (e, key) for eqn, key in self.grouped for e in jaxprs.rewritten([eqn], rule, known)
         ]
         return self.renamed(grouped, known)
 
@@ -300,8 +299,8 @@ class ScheduledLoop:
         """
         outvars, after = [], []
         for old, own, join in zip(self.outvars, parts, joins, strict=False):
-            new = [old] * len(own) if join is None else list(map(_jaxprs.fresh_var, own))
-            after += [] if join is None else _jaxprs.splice(join, new, [old])
+            new = [old] * len(own) if join is None else list(map(jaxprs.fresh_var, own))
+            after += [] if join is None else jaxprs.splice(join, new, [old])
             outvars += new
         return dataclasses.replace(
             self,
@@ -320,7 +319,7 @@ class ScheduledLoop:
             if eqns:
                 lines += [
                     f"{where} the loop:",
-                    str(_jaxprs.part(eqns, _jaxprs.results_of(eqns)).jaxpr),
+                    str(jaxprs.part(eqns, jaxprs.results_of(eqns)).jaxpr),
                 ]
         names = [str(key or "") for _, key in self.grouped]
         return "\n".join([*lines, "the body:", as_text(self.body, names)])
@@ -351,7 +350,7 @@ class ScheduledLoop:
             (key := task.params["key"]): tuple(
                 dict.fromkeys(
                     maker
-                    for v in _jaxprs.variables(task.invars)
+                    for v in jaxprs.variables(task.invars)
                     for maker in makers.get(v, ())
                     if maker.kind is not Kind.R or maker.stage == key.stage
                 )
@@ -372,7 +371,7 @@ class ScheduledLoop:
             maker = {v: e for e in jaxpr.eqns for v in e.outvars}
             for made, v in zip(task.outvars, jaxpr.jaxpr.outvars, strict=True):
                 if made in ordered:
-                    eqn = None if _jaxprs.is_literal(v) else maker.get(v)
+                    eqn = None if jaxprs.is_literal(v) else maker.get(v)
                     line = "" if eqn is None else _compat.at_source_line(eqn)
                     found[key] = found.get(key) or line
         return found
@@ -388,19 +387,19 @@ def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
     eqns, inputs = jaxpr.eqns, jaxpr.jaxpr.invars
     source = dict(zip(inputs, forward.invars, strict=True))
     carries, results = {*loop.carries}, {*loop.outputs}
-    lost = _jaxprs.descendants(eqns, _jaxprs.results_of(e for e in eqns if e.effects))
-    stale = _jaxprs.descendants(eqns, [v for v, own in source.items() if own in carries])
+    lost = jaxprs.descendants(eqns, jaxprs.results_of(e for e in eqns if e.effects))
+    stale = jaxprs.descendants(eqns, [v for v, own in source.items() if own in carries])
     outputs = []
     for v, made in zip(jaxpr.jaxpr.outvars, forward.outvars, strict=True):
-        if _jaxprs.is_literal(v) or v not in lost:
-            again = made not in results and (_jaxprs.is_literal(v) or v not in stale)
-            outputs.append((v, made if again else _jaxprs.fresh_var(made)))
+        if jaxprs.is_literal(v) or v not in lost:
+            again = made not in results and (jaxprs.is_literal(v) or v not in stale)
+            outputs.append((v, made if again else jaxprs.fresh_var(made)))
     others = (t for t in loop.tasks if t.params["key"].stage == key.stage)
     if not {made for _, made in outputs} & {v for t in others for v in t.invars}:
         return None
     if any(e.effects for e in eqns):
-        own = [e for e in eqns if not (e.effects or lost & set(_jaxprs.variables(e.invars)))]
-        jaxpr, inputs, _ = _jaxprs.part(own, [v for v, _ in outputs], str(key))
+        own = [e for e in eqns if not (e.effects or lost & set(jaxprs.variables(e.invars)))]
+        jaxpr, inputs, _ = jaxprs.part(own, [v for v, _ in outputs], str(key))
     again = [made for _, made in outputs]
     return make_task(key, jaxpr, [source[v] for v in inputs], again, forward.params["recomputes"])
 
@@ -450,11 +449,11 @@ def operand_stages(eqn) -> dict[Var, frozenset[int]]:
     loop = ScheduledLoop.of(eqn)
     readers: dict[Var, set[int]] = {}
     for task in loop.tasks:
-        for v in _jaxprs.variables(task.invars):
+        for v in jaxprs.variables(task.invars):
             readers.setdefault(v, set()).add(task.params["key"].stage)
     stages: dict[Var, frozenset[int]] = {}
     for atom, (v, d) in zip(eqn.invars, loop.operands, strict=False):
-        if v in readers and not _jaxprs.is_literal(atom):
+        if v in readers and not jaxprs.is_literal(atom):
             directions = range(loop.num_directions) if d is None else [d]
             own = {loop.stage_number(stage, d) for stage in readers[v] for d in directions}
             stages[atom] = stages.get(atom, frozenset()) | own

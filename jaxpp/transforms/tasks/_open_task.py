@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var, primitives
 from jaxpp.transforms.tasks._loop import Key, ScheduledLoop, make_task
 
 
@@ -29,7 +29,7 @@ class OpenTask:
     @classmethod
     def of(cls, task: Eqn) -> "OpenTask":
         """Opens the equation of a task."""
-        jaxpr, read = task.params["jaxpr"], _jaxprs.variables(task.invars)
+        jaxpr, read = task.params["jaxpr"], jaxprs.variables(task.invars)
         return cls(
             task.params["key"],
             dict(zip(read, jaxpr.jaxpr.invars, strict=True)),
@@ -46,7 +46,7 @@ class OpenTask:
 
     def reading(self, variables: Iterable[Var]) -> "OpenTask":
         """Reads further variables of the body."""
-        more = {v: _jaxprs.fresh_var(v) for v in variables if v not in self.inputs}
+        more = {v: jaxprs.fresh_var(v) for v in variables if v not in self.inputs}
         return dataclasses.replace(self, inputs={**self.inputs, **more})
 
     def without(self, variable: Var) -> "OpenTask":
@@ -60,7 +60,7 @@ class OpenTask:
 
     def renamed(self, old: Var, new: Atom) -> "OpenTask":
         """Puts an atom in place of a variable of its own, wherever that is read."""
-        known = _jaxprs.Substitution([(old, new)])
+        known = jaxprs.Substitution([(old, new)])
         return dataclasses.replace(
             self,
             eqns=tuple(map(known.rename, self.eqns)),
@@ -73,10 +73,10 @@ class OpenTask:
         sums = {out: v for v, out in loop.becomes().items() if v in loop.folds}
         found = []
         for out, v in self.outputs.items():
-            if out in sums and not _jaxprs.is_literal(v) and v in maker:
+            if out in sums and not jaxprs.is_literal(v) and v in maker:
                 carry = sums[out]
-                if loop.folds[carry].name in _primitives.ADDS:
-                    own = _jaxprs.descendants(self.eqns, [self.inputs[carry]])  # perhaps cast
-                    read = _jaxprs.variables(maker[v].invars)
+                if loop.folds[carry].name in primitives.ADDS:
+                    own = jaxprs.descendants(self.eqns, [self.inputs[carry]])  # perhaps cast
+                    read = jaxprs.variables(maker[v].invars)
                     found += [(maker[v], o) for o in read if o not in own]
         return found

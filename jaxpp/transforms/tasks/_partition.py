@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs, _specs
-from jaxpp._groups import Cluster, Flow, outline
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, _specs, jaxprs
+from jaxpp.jaxprs import Atom, Cluster, Eqn, Flow, Var, outline
 from jaxpp.schedules import Kind
 from jaxpp.transforms.tasks import _accumulators, _hoisting, _split_backward
 from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow, make_task
@@ -47,7 +46,7 @@ def _repeatable(loop: ScheduledLoop) -> list[bool]:
     So it is if the equation depends on no microbatch; or if it is in no stage's call, and depends
     on slices of a microbatch, but on no stage or carry.
     """
-    varying = _jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
+    varying = jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
     from_stages = loop.from_stages(loop.carries)
 
     def is_repeatable(eqn, key) -> bool:
@@ -67,16 +66,16 @@ def start_with_zeros(loop: ScheduledLoop) -> ScheduledLoop:
     """
     read = loop.read()
     unread = [v for v in loop.carries if v not in read]
-    eqns, zeros = _jaxprs.record(lambda: [_specs.filled(v.aval, 0) for v in unread], [])
+    eqns, zeros = jaxprs.record(lambda: [_specs.filled(v.aval, 0) for v in unread], [])
     outside = {**loop.outside, **dict(zip(unread, zeros, strict=True))}
     return dataclasses.replace(loop, outside=outside, before=(*loop.before, *eqns))
 
 
 def keep_constants(loop: ScheduledLoop) -> ScheduledLoop:
     """Makes the carries that each microbatch hands on unchanged (a random key) constants."""
-    read = _jaxprs.operands_of(loop.eqns, loop.ys)
+    read = jaxprs.operands_of(loop.eqns, loop.ys)
     kept = [carry for carry, out in loop.becomes().items() if out is carry and carry in read]
-    known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in kept)
+    known = jaxprs.Substitution((v, jaxprs.fresh_var(v)) for v in kept)
     return loop.with_equations(
         [(known.rename(e), key) for e, key in loop.grouped],
         consts=(*loop.consts, *map(known, kept)),
@@ -146,18 +145,18 @@ def keep_carries(loop: ScheduledLoop) -> ScheduledLoop:
     for i, (carry, out) in enumerate(loop.becomes().items()):
         reading = readers.get(carry, set())
         first = min(reading, default=None, key=in_flow)
-        writer = None if _jaxprs.is_literal(out) else owner.get(out)
+        writer = None if jaxprs.is_literal(out) else owner.get(out)
         if first and writer is None and out is not carry:
-            writer, outs[i] = first, (made := _jaxprs.fresh_var(carry))
-            grouped += [(e, writer) for e in _jaxprs.splice(jnp.copy, [out], [made])]
+            writer, outs[i] = first, (made := jaxprs.fresh_var(carry))
+            grouped += [(e, writer) for e in jaxprs.splice(jnp.copy, [out], [made])]
         is_last = writer is not None and reading <= {writer} and carry not in loop.ys
         if writer is None or is_last or (first and in_flow(first) < in_flow(writer)):
             continue
-        kept[carry] = writer, _jaxprs.fresh_var(carry)
-        copies += [(e, writer) for e in _jaxprs.splice(jnp.copy, [carry], [kept[carry][1]])]
+        kept[carry] = writer, jaxprs.fresh_var(carry)
+        copies += [(e, writer) for e in jaxprs.splice(jnp.copy, [carry], [kept[carry][1]])]
 
     def read(v, key):
-        writer, before = (None, v) if _jaxprs.is_literal(v) else kept.get(v, (None, v))
+        writer, before = (None, v) if jaxprs.is_literal(v) else kept.get(v, (None, v))
         return v if writer == key else before
 
     grouped = [(e.replace(invars=[read(v, key) for v in e.invars]), key) for e, key in grouped]
@@ -187,12 +186,12 @@ def _clusters(loop: ScheduledLoop) -> list[Cluster[Key]]:
     """Makes the tasks as clusters; the last forward also makes the results that no task makes."""
     flow = Flow(loop.eqns, loop.outputs)
     task_of = {i: key for i, (_, key) in enumerate(loop.grouped) if key}
-    results = dict.fromkeys(_jaxprs.variables(loop.outputs))
+    results = dict.fromkeys(jaxprs.variables(loop.outputs))
     loose = [v for v in results if v in flow.maker and flow.maker[v] not in task_of]
     clusters = outline(flow, task_of, {loop.last_forward: loose})
     readers: dict[Var, list[Key]] = {}
     for cluster in sorted(clusters, key=lambda cluster: in_flow(cluster.group)):
-        for v in dict.fromkeys(v for e in cluster.eqns for v in _jaxprs.variables(e.invars)):
+        for v in dict.fromkeys(v for e in cluster.eqns for v in jaxprs.variables(e.invars)):
             readers.setdefault(v, []).append(cluster.group)
     for carry, out in loop.becomes().items():
         reading = readers.get(carry, [])
@@ -211,7 +210,7 @@ def _clusters(loop: ScheduledLoop) -> list[Cluster[Key]]:
 
 def _write(loop: ScheduledLoop) -> tuple[list[Eqn], list[Atom]]:
     """Makes the equations of the tasks, and the variables of the results of a microbatch."""
-    made = set(_jaxprs.results_of(loop.eqns))
+    made = set(jaxprs.results_of(loop.eqns))
     results = list(loop.outputs)
     #: The numbers of the results that are a variable; those that no equation makes leave with the
     #: last forward.
@@ -220,7 +219,7 @@ def _write(loop: ScheduledLoop) -> tuple[list[Eqn], list[Atom]]:
     for n, v in enumerate(results):
         if n < len(loop.carries) and v is loop.carries[n]:
             continue
-        if _jaxprs.is_literal(v) or v not in made:
+        if jaxprs.is_literal(v) or v not in made:
             loose.append(n)
         else:
             given.setdefault(v, []).append(n)
@@ -236,12 +235,12 @@ def _write(loop: ScheduledLoop) -> tuple[list[Eqn], list[Atom]]:
         numbers = [n for v in [*cluster.wanted, *cluster.left] for n in given[v]]
         numbers += loose if key == loop.last_forward else []
         atoms = [*cluster.sent, *(loop.outputs[n] for n in numbers)]
-        kept = _jaxprs.needed(cluster.eqns, atoms)
+        kept = jaxprs.needed(cluster.eqns, atoms)
         if not atoms and not kept:
             continue
-        part = _jaxprs.part(kept, atoms, str(key))
+        part = jaxprs.part(kept, atoms, str(key))
         for n in numbers:
-            results[n] = _jaxprs.fresh_var(results[n])
+            results[n] = jaxprs.fresh_var(results[n])
         outvars = [*cluster.sent, *(results[n] for n in numbers)]
         recomputes = key.kind is not Kind.F and key.stage in loop.recomputing
         tasks.append(make_task(key, part.jaxpr, part.inputs, outvars, recomputes))

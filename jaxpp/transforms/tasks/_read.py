@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Eqn, Var, primitives
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_call, stage_of_call
 from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop
@@ -23,11 +23,11 @@ def read_loop(eqn: Eqn, table: Table) -> ScheduledLoop:
         ValueError: if stages are called inside a loop or conditional, or differ in their number.
     """
     num_consts, num_carry = _compat.scan_parts(eqn)
-    jaxpr, values = _jaxprs.without_constants(eqn.params["jaxpr"])
+    jaxpr, values = jaxprs.without_constants(eqn.params["jaxpr"])
     jaxpr = _compat.eliminate_dead_code(jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     num_consts += len(values)
     closed = zip(values, jaxpr.jaxpr.invars, strict=False)
-    operands = [*(_jaxprs.literal(value, v.aval) for value, v in closed), *eqn.invars]
+    operands = [*(jaxprs.literal(value, v.aval) for value, v in closed), *eqn.invars]
     flat, again = _inline_to_calls(jaxpr)
     sizes = sorted({call[1] for e in flat.eqns if (call := stage_of_call(e))})
     if len(sizes) > 1:
@@ -37,7 +37,7 @@ def read_loop(eqn: Eqn, table: Table) -> ScheduledLoop:
             f"own."
         )
     backward = Kind.I if table.splits_backward else Kind.B
-    known = _jaxprs.Substitution()
+    known = jaxprs.Substitution()
     grouped: list[Grouped] = []
     edges: set[Var] = set()
     recomputing: set[int] = set()
@@ -51,13 +51,13 @@ def read_loop(eqn: Eqn, table: Table) -> ScheduledLoop:
             continue
         stage, _ = call
         key = Key(backward if computed_again or is_backward_call(e) else Kind.F, stage)
-        opened = _jaxprs.part(*_jaxprs.inline_call(e, e.invars))
+        opened = jaxprs.part(*jaxprs.inline_call(e, e.invars))
         clean, _ = dissolve_marks(opened.jaxpr)
-        if computed_again or _jaxprs.contains(e, _recomputes):
+        if computed_again or jaxprs.contains(e, _recomputes):
             recomputing.add(stage)
         grouped.extend((inner, key) for inner in clean.eqns)
         known.of.update((o, known(r)) for o, r in zip(e.outvars, clean.jaxpr.outvars, strict=True))
-        edges.update(_jaxprs.variables(clean.jaxpr.outvars))
+        edges.update(jaxprs.variables(clean.jaxpr.outvars))
     invars = tuple(flat.jaxpr.invars)
     outputs = tuple(known(v) for v in flat.jaxpr.outvars)
     return ScheduledLoop(
@@ -86,38 +86,38 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, set[Var]]
     again: set[Var] = set()
 
     def holds_calls(eqn: Eqn) -> bool:
-        return not is_stage_call(eqn) and _jaxprs.contains(eqn, is_stage_call)
+        return not is_stage_call(eqn) and jaxprs.contains(eqn, is_stage_call)
 
-    def opening(computed_again: bool) -> Callable[[Eqn], _jaxprs.Replacement | None]:
-        def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+    def opening(computed_again: bool) -> Callable[[Eqn], jaxprs.Replacement | None]:
+        def rule(eqn: Eqn) -> jaxprs.Replacement | None:
             if not holds_calls(eqn):
                 again.update(eqn.outvars if computed_again else ())
                 return None
-            if _jaxprs.called_jaxpr(eqn) is None:
+            if jaxprs.called_jaxpr(eqn) is None:
                 raise ValueError(
                     f"schedule: stages are called inside a `{eqn.primitive.name}`"
                     f"{_compat.at_source_line(eqn)}; a schedule needs them directly in the "
                     f"microbatch loop."
                 )
-            called, results = _jaxprs.inline_call(eqn, eqn.invars)
+            called, results = jaxprs.inline_call(eqn, eqn.invars)
             is_again = False
             if _recomputes(eqn):
-                inner = _jaxprs.inline(_jaxprs.part(called, results).jaxpr, holds_calls).eqns
+                inner = jaxprs.inline(jaxprs.part(called, results).jaxpr, holds_calls).eqns
                 is_again = any(map(is_backward_call, inner)) and not _are_chained(inner)
-            known = _jaxprs.Substitution()
-            eqns = _jaxprs.rewritten(called, opening(computed_again or is_again), known)
+            known = jaxprs.Substitution()
+            eqns = jaxprs.rewritten(called, opening(computed_again or is_again), known)
             return eqns, map(known, results)
 
         return rule
 
-    return _jaxprs.rewrite(jaxpr, opening(False)), again
+    return jaxprs.rewrite(jaxpr, opening(False)), again
 
 
 def _are_chained(eqns: Sequence[Eqn]) -> bool:
     """Tells whether a stage reads a value that the forward of an earlier stage makes."""
     behind: dict[Var, set[int]] = {}
     for eqn in eqns:
-        stages = set().union(*(behind.get(v, ()) for v in _jaxprs.variables(eqn.invars)))
+        stages = set().union(*(behind.get(v, ()) for v in jaxprs.variables(eqn.invars)))
         if (call := stage_of_call(eqn)) is not None:
             if any(stage < call[0] for stage in stages):
                 return True
@@ -129,7 +129,7 @@ def _are_chained(eqns: Sequence[Eqn]) -> bool:
 
 def _recomputes(eqn) -> bool:
     """Tells whether an equation is the backward of a checkpoint: it computes its forward again."""
-    return eqn.primitive.name in _primitives.CHECKPOINTS and eqn.params["differentiated"]
+    return eqn.primitive.name in primitives.CHECKPOINTS and eqn.params["differentiated"]
 
 
 def _rounds_nothing(eqn) -> bool:

@@ -15,8 +15,8 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var, primitives
 from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
 from jaxpp.transforms.tasks import _write
 from jaxpp.transforms.tasks._loop import ScheduledLoop, is_loop, loop_p
@@ -27,14 +27,14 @@ _ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
     "last": lambda rows: rows[-1],
 }
 #: What makes of the parts of a sum over microbatches the sum.
-_LINEAR = _primitives.ADDS | {"concatenate"}
+_LINEAR = primitives.ADDS | {"concatenate"}
 
 
 def is_replicas(eqn) -> bool:
     """Tells whether an equation is a scan over the loops of replicas."""
     if eqn.primitive.name != "scan":
         return False
-    return any(map(is_replica_call, _jaxprs.opened(eqn.params["jaxpr"]).eqns))
+    return any(map(is_replica_call, jaxprs.opened(eqn.params["jaxpr"]).eqns))
 
 
 def check_differentiated(eqn: Eqn) -> None:
@@ -64,13 +64,13 @@ def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]])
         up, or take the last: where stages make a result in parts, it is these that are combined.
     """
     num_consts, num_carry = _compat.scan_parts(eqn)
-    body, constants = _jaxprs.without_constants(eqn.params["jaxpr"])
-    literals = map(_jaxprs.literal, constants, (v.aval for v in body.jaxpr.invars))
+    body, constants = jaxprs.without_constants(eqn.params["jaxpr"])
+    literals = map(jaxprs.literal, constants, (v.aval for v in body.jaxpr.invars))
 
     def holds_calls(e) -> bool:
-        return not is_stage_call(e) and _jaxprs.contains(e, is_stage_call)
+        return not is_stage_call(e) and jaxprs.contains(e, is_stage_call)
 
-    flat = _jaxprs.inline(body, holds_calls)
+    flat = jaxprs.inline(body, holds_calls)
     (loop,) = filter(holds_calls, flat.eqns)
     assert not num_carry, "a replica runs one loop"
     of_loop = scheduled(loop, join_rows=_write.first_of)
@@ -81,24 +81,24 @@ def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]])
     made = {v: rows.of(result) for v, result in results.items()}
     for merge in after:
         if (how := merge_of_call(merge)) in _ROW_BY_ROW:
-            result: Any = results.get(_jaxprs.variables(merge.invars)[0])
+            result: Any = results.get(jaxprs.variables(merge.invars)[0])
             if result in loop.outvars and (part := _linear(of_loop, result)):
                 combine = functools.partial(_combined, part.jaxpr, how)
                 made |= zip(merge.outvars, rows.record(combine, part.inputs), strict=True)
-    return _jaxprs.with_results(rows.eqns, list(made.values()), list(made))
+    return jaxprs.with_results(rows.eqns, list(made.values()), list(made))
 
 
-def _linear(of_loop: Sequence[Eqn], result: Atom) -> _jaxprs.Part | None:
+def _linear(of_loop: Sequence[Eqn], result: Atom) -> jaxprs.Part | None:
     """What makes a result of those of the scheduled loop, if it can as well of combined rows."""
     (at,) = (n for n, e in enumerate(of_loop) if is_loop(e))
-    needed = _jaxprs.needed(of_loop[at + 1 :], [result])
+    needed = jaxprs.needed(of_loop[at + 1 :], [result])
     linear = all(e.primitive.name in _LINEAR for e in needed)
-    return _jaxprs.part(needed, [result]) if linear else None
+    return jaxprs.part(needed, [result]) if linear else None
 
 
 def _combined(jaxpr: jex.ClosedJaxpr, how: str, *rows: Any) -> list[Any]:
     """Combines rows of the results of a scheduled loop, then makes of these one result."""
-    return _jaxprs.run(jaxpr, *(call_merge(_ROW_BY_ROW[how], how, (x,)) for x in rows))
+    return jaxprs.run(jaxpr, *(call_merge(_ROW_BY_ROW[how], how, (x,)) for x in rows))
 
 
 class _Rows:
@@ -113,12 +113,12 @@ class _Rows:
     def __init__(self, replicas: int, known: Iterable[tuple[Var, Atom]], varying: Iterable[Var]):
         self.replicas = replicas
         self.eqns: list[Eqn] = []
-        self._known = _jaxprs.Substitution(known)
+        self._known = jaxprs.Substitution(known)
         self._varying = set(varying)
 
     def of(self, atom: Atom) -> Atom:
         """Returns the rows of an atom; each has the same, where none has its own."""
-        if not _jaxprs.is_literal(atom) and atom in self._varying:
+        if not jaxprs.is_literal(atom) and atom in self._varying:
             return self._known(atom)
         shape = self.replicas, *atom.aval.shape
         (rows,) = self.record(lambda x: [jnp.broadcast_to(x, shape)], [atom])
@@ -128,38 +128,38 @@ class _Rows:
         """Adds what a function does with rows of some atoms, or with these as they are."""
         operands = list(map(self._known, atoms))
         traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
-        eqns, results = _jaxprs.inline_body(traced, operands)
+        eqns, results = jaxprs.inline_body(traced, operands)
         self.eqns += eqns
         return results
 
     def add(self, eqns: Sequence[Eqn]) -> None:
         """Adds equations: those that depend on a row are for all rows, a scheduled loop as one."""
-        self._varying |= _jaxprs.descendants(eqns, self._varying)
+        self._varying |= jaxprs.descendants(eqns, self._varying)
 
         def kind(e: Eqn) -> tuple[bool, bool]:
             return is_loop(e), not self._varying.isdisjoint(e.outvars)
 
         for (scheduled, depends), group in itertools.groupby(eqns, kind):
-            part = _jaxprs.part(own := list(group), _jaxprs.results_of(own))
+            part = jaxprs.part(own := list(group), jaxprs.results_of(own))
             if scheduled:
                 results = self._loop(*own)
             elif depends:
                 axes = [0 if v in self._varying else None for v in part.inputs]
                 results = self.record(
-                    jax.vmap(functools.partial(_jaxprs.run, part.jaxpr), axes), part.inputs
+                    jax.vmap(functools.partial(jaxprs.run, part.jaxpr), axes), part.inputs
                 )
             else:
-                results = self.record(functools.partial(_jaxprs.run, part.jaxpr), part.inputs)
-            self._known.of.update(zip(_jaxprs.results_of(own), results, strict=True))
+                results = self.record(functools.partial(jaxprs.run, part.jaxpr), part.inputs)
+            self._known.of.update(zip(jaxprs.results_of(own), results, strict=True))
 
     def _loop(self, eqn: Eqn) -> list[Atom]:
         """Adds a scheduled loop; its constants are those of all replicas."""
         first = eqn.params["num_consts"]
         consts, others = eqn.invars[:first], eqn.invars[first:]
-        assert self._varying.isdisjoint(_jaxprs.variables(consts)), "all replicas have them"
+        assert self._varying.isdisjoint(jaxprs.variables(consts)), "all replicas have them"
         operands = [*map(self._known, consts), *map(self.of, others)]
         loop = dataclasses.replace(ScheduledLoop.of(eqn), replicas=self.replicas)
-        eqns, results = _jaxprs.record(functools.partial(loop_p.bind, **loop.params), operands, eqn)
+        eqns, results = jaxprs.record(functools.partial(loop_p.bind, **loop.params), operands, eqn)
         self.eqns += eqns
         join, count = _write.row_by_direction(loop), loop.num_directions
         for n in range(count * loop.num_carry, len(results), count) if count > 1 else ():

@@ -8,9 +8,8 @@ from typing import Any, Generic
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _in_place, _jaxprs, schedules
-from jaxpp._definitions import definition_of
-from jaxpp._typing import Eqn, P, R, Var
+from jaxpp import _compat, jaxprs, schedules
+from jaxpp.jaxprs import Eqn, P, R, Var, definition_of
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
@@ -81,8 +80,8 @@ class Scheduled(Generic[P, R]):
             return define(self._fun)(*args, **kwargs)
         if _compat.is_jit_disabled():  # stages are calls of jitted functions
             return self._fun(*args, **kwargs)
-        _in_place.warn_of_shared("schedule", args)
-        traced = _jaxprs.trace(self._fun, args, kwargs)
+        jaxprs.warn_of_shared("schedule", args)
+        traced = jaxprs.trace(self._fun, args, kwargs)
         with jax.debug_key_reuse(False):  # tasks may share an array of keys
             jaxpr = _scheduled(traced.jaxpr, self._schedule)
             return traced.rebuild(_run(jaxpr, traced.inputs))
@@ -110,7 +109,7 @@ class Scheduled(Generic[P, R]):
             >>> inputs
             'constants: 1, carries: 1, slices: 1'
         """
-        traced = _jaxprs.trace(self._fun, args, kwargs)
+        traced = jaxprs.trace(self._fun, args, kwargs)
         texts: dict[str, str] = {}
 
         def note(number: int, name: str, loop: ScheduledLoop) -> None:
@@ -123,23 +122,23 @@ class Scheduled(Generic[P, R]):
 
 def is_microbatch_loop(eqn) -> bool:
     """Tells whether an equation is a scan over calls of stages."""
-    return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_stage_call)
+    return eqn.primitive.name == "scan" and jaxprs.contains(eqn, is_stage_call)
 
 
 def _has_backward(eqn) -> bool:
-    return _jaxprs.contains(eqn, lambda e: is_stage_call(e) and is_backward_call(e))
+    return jaxprs.contains(eqn, lambda e: is_stage_call(e) and is_backward_call(e))
 
 
 def holds_microbatch_loop(eqn) -> bool:
     """Tells whether a microbatch loop is inside an equation."""
     if _replicas.is_replicas(eqn):
         return False
-    bodies = _jaxprs.sub_jaxprs(eqn)
-    return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
+    bodies = jaxprs.sub_jaxprs(eqn)
+    return any(jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
 
 
 def _uses_of_refs(eqn):
-    for body in _jaxprs.sub_jaxprs(eqn):
+    for body in jaxprs.sub_jaxprs(eqn):
         for inner in body.eqns:
             if any(map(_compat.is_ref, inner.invars)):
                 yield inner
@@ -161,9 +160,9 @@ def _check_loops(flat) -> None:
                 f"next by 'carry' in in_axes and reduce, or make the ref in the function."
             )
     if not any(is_microbatch_loop(e) for e in flat.eqns):
-        if any(_jaxprs.contains(e, _loop.is_loop) for e in flat.eqns):
+        if any(jaxprs.contains(e, _loop.is_loop) for e in flat.eqns):
             raise ValueError("schedule: the function is scheduled already; schedule it once.")
-        calls = any(_jaxprs.contains(e, is_stage_call) for e in flat.eqns)
+        calls = any(jaxprs.contains(e, is_stage_call) for e in flat.eqns)
         missing = "microbatch" if calls else "wrap_forward and microbatch"
         raise ValueError(
             f"schedule: the function has no loop over microbatches of a staged function; apply "
@@ -178,16 +177,16 @@ def _run(jaxpr: jex.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     JAX evaluates a jaxpr without it.
     """
     if _compat.writes_jaxpr():
-        return _jaxprs.run(jaxpr, *inputs)
+        return jaxprs.run(jaxpr, *inputs)
     values = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
     for loop, group in itertools.groupby(jaxpr.eqns, _loop.is_loop):
         if loop:
             for eqn in group:
-                results = _loop.loop_p.bind(*_jaxprs.read(eqn.invars, values), **eqn.params)
+                results = _loop.loop_p.bind(*jaxprs.read(eqn.invars, values), **eqn.params)
                 values.update(zip(eqn.outvars, results, strict=True))
             continue
-        _jaxprs.run_equations(list(group), values)
-    return _jaxprs.read(jaxpr.jaxpr.outvars, values)
+        jaxprs.run_equations(list(group), values)
+    return jaxprs.read(jaxpr.jaxpr.outvars, values)
 
 
 def _scheduled(
@@ -199,7 +198,7 @@ def _scheduled(
 
     `note` is called with the number of each loop, the name of each pass, and the loop after it.
     """
-    flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
+    flat = jaxprs.inline(jaxpr, lambda e: jaxprs.contains(e, is_microbatch_loop))
     _check_loops(flat)
     # No task accumulates a gradient that is not read. If all loops are unread, they stay.
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
@@ -209,7 +208,7 @@ def _scheduled(
     made: set[Var] = set()
     numbers = itertools.count()
 
-    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+    def rule(eqn: Eqn) -> jaxprs.Replacement | None:
         if not is_microbatch_loop(eqn):  # what combined rows of replicas is made already
             return None if made.isdisjoint(eqn.outvars) else ([], eqn.outvars)
         own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
@@ -218,10 +217,10 @@ def _scheduled(
         if not _replicas.is_replicas(eqn):
             return scheduled(eqn), eqn.outvars
         rows = _replicas.of_rows(eqn, flat.eqns, scheduled)
-        made.update(_jaxprs.results_of(rows))
+        made.update(jaxprs.results_of(rows))
         return rows, eqn.outvars
 
-    return _jaxprs.rewrite(flat, rule)
+    return jaxprs.rewrite(flat, rule)
 
 
 def _loop_equations(
@@ -264,14 +263,14 @@ def _table(schedule: Any, eqn: Eqn) -> Table:
 def _stage_counts(eqn):
     if (call := stage_of_call(eqn)) is not None:
         yield call[1]
-    for sub in _jaxprs.sub_jaxprs(eqn):
+    for sub in jaxprs.sub_jaxprs(eqn):
         for inner in sub.eqns:
             yield from _stage_counts(inner)
 
 
 def _differentiates(task: Eqn) -> bool:
     """Tells whether a task has an equation that JAX made for a gradient."""
-    return _jaxprs.contains(task, lambda e: "transpose" in _compat.scope_names(e))
+    return jaxprs.contains(task, lambda e: "transpose" in _compat.scope_names(e))
 
 
 def check(schedule: str, loop: ScheduledLoop) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _flops, _jaxprs
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import Atom, Eqn, Var
 from jaxpp.schedules import Kind
 from jaxpp.transforms.tasks._loop import Grouped, ScheduledLoop, in_flow
 
@@ -41,13 +41,13 @@ def split_backwards(loop: ScheduledLoop) -> ScheduledLoop:
         numbers = [i for i, (_, other) in enumerate(opened) if other == key]
         own = [opened[i][0] for i in numbers]
         wanted = [v for e in own for v in e.outvars if readers.get(v, set()) - {key}]
-        made = set(_jaxprs.results_of(own))
+        made = set(jaxprs.results_of(own))
         while True:
             halves = _halves(own, wanted)
             first = (e for each in halves for e, late in each if not late)
-            read = _jaxprs.operands_of(first)
+            read = jaxprs.operands_of(first)
             outs = [becomes[v] for v in loop.carries if v in read]
-            more = [v for v in _jaxprs.variables(outs) if v in made and v not in wanted]
+            more = [v for v in jaxprs.variables(outs) if v in made and v not in wanted]
             if not more:
                 break
             wanted += more
@@ -59,7 +59,7 @@ def split_backwards(loop: ScheduledLoop) -> ScheduledLoop:
 
 def _without_constants(loop: ScheduledLoop) -> ScheduledLoop:
     """Lets each task repeat what depends on no microbatch: what costs something is hoisted."""
-    varying = _jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
+    varying = jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
     return loop.with_equations(
         (e, key if e.effects or any(v in varying for v in e.outvars) else None)
         for e, key in loop.grouped
@@ -83,7 +83,7 @@ def split_backward(eqns: Sequence[Eqn], wanted: Iterable[Atom]) -> tuple[list[Eq
 
 def _halves(eqns: Sequence[Eqn], wanted: Iterable[Atom]) -> list[list[tuple[Eqn, bool]]]:
     """Finds for each equation those in its place, and whether they are in the second half."""
-    needed = set(_jaxprs.variables(wanted))
+    needed = set(jaxprs.variables(wanted))
     found: list[list[tuple[Eqn, bool]]] = []
     for eqn in reversed(eqns):
         wants = [v in needed for v in eqn.outvars]
@@ -91,16 +91,16 @@ def _halves(eqns: Sequence[Eqn], wanted: Iterable[Atom]) -> list[list[tuple[Eqn,
         if eqn.primitive.name == "scan" and any(wants) and not all(wants):
             mine, rest = _split_scan(eqn, wants)
         found.append([*((e, False) for e in mine), *((e, True) for e in rest)])
-        needed.update(_jaxprs.operands_of(mine))
+        needed.update(jaxprs.operands_of(mine))
     return found[::-1]
 
 
 def inline_all(eqns: Sequence[Eqn]) -> list[Eqn]:
     """Inlines every call of some equations; the variables that they make stay the same."""
     outputs = [v for e in eqns for v in e.outvars if not isinstance(v, jex.DropVar)]
-    part = _jaxprs.part(list(eqns), outputs)
-    flat = _jaxprs.inline(part.jaxpr, lambda e: True)
-    return _jaxprs.with_results(flat.eqns, flat.jaxpr.outvars, outputs)
+    part = jaxprs.part(list(eqns), outputs)
+    flat = jaxprs.inline(part.jaxpr, lambda e: True)
+    return jaxprs.with_results(flat.eqns, flat.jaxpr.outvars, outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Scan:
 
 def _open_scan(eqn) -> _Scan:
     num_consts, num_carry = _compat.scan_parts(eqn)
-    opened = _jaxprs.bind_constants(*_jaxprs.without_constants(eqn.params["jaxpr"]))
+    opened = jaxprs.bind_constants(*jaxprs.without_constants(eqn.params["jaxpr"]))
     invars, outvars = opened.jaxpr.invars, opened.jaxpr.outvars
     return _Scan(
         eqn,
@@ -141,7 +141,7 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Eqn], list[Eqn]]:
     others = [j for j in range(num_carry) if j not in mine]
     if not others and not other_ys:
         return [eqn], []
-    wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in others), *other_ys])
+    wanted = jaxprs.variables([*(scan.carry_outs[j] for j in others), *other_ys])
     kept = [scan.carries[j] for j in mine]
     lacking = [scan.carries[j] for j in others]
     first, second = _keep_less(first, second, wanted, kept, lacking)
@@ -155,13 +155,13 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Eqn], list[Eqn]]:
     params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     becomes = [(scan.carries[j], scan.carry_outs[j]) for j in mine]
     run, inputs = scan_of(first, dict(becomes), scan.xs, [*my_ys, *crossing], **params)
-    mine_eqns, made = _jaxprs.record(run, [outer[v] for v in inputs])
+    mine_eqns, made = jaxprs.record(run, [outer[v] for v in inputs])
     named = results(mine, True)
     outer.update(zip(crossing, made[len(named) :], strict=True))
-    mine_eqns = _jaxprs.with_results(mine_eqns, made[: len(named)], named)
+    mine_eqns = jaxprs.with_results(mine_eqns, made[: len(named)], named)
     becomes = [(scan.carries[j], scan.carry_outs[j]) for j in others]
     run, inputs = scan_of(second, dict(becomes), [*scan.xs, *crossing], other_ys, **params)
-    return mine_eqns, _jaxprs.splice(run, [outer[v] for v in inputs], results(others, False))
+    return mine_eqns, jaxprs.splice(run, [outer[v] for v in inputs], results(others, False))
 
 
 def _wanted_carries(
@@ -173,9 +173,9 @@ def _wanted_carries(
     """
     mine = [j for j, w in enumerate(wants) if w]
     while True:
-        wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in mine), *ys])
+        wanted = jaxprs.variables([*(scan.carry_outs[j] for j in mine), *ys])
         first, second = split_backward(scan.eqns, wanted)
-        read = _jaxprs.operands_of(first, wanted)
+        read = jaxprs.operands_of(first, wanted)
         grown = [j for j, v in enumerate(scan.carries) if j in mine or v in read]
         if grown == mine:
             return mine, first, second
@@ -184,8 +184,8 @@ def _wanted_carries(
 
 def _crossing(first, second, wanted: Sequence[Var], carries: Sequence[Var]) -> list[Var]:
     """Finds the values of the first half that the second reads, stacked over the iterations."""
-    read = _jaxprs.operands_of(second, wanted)
-    return [v for v in [*carries, *_jaxprs.results_of(first)] if v in read]
+    read = jaxprs.operands_of(second, wanted)
+    return [v for v in [*carries, *jaxprs.results_of(first)] if v in read]
 
 
 def _keep_less(
@@ -208,18 +208,18 @@ def _keep_less(
         lacking: the carries of the second, which the first cannot read.
     """
     first, second = list(first), list(second)
-    absent = set(lacking).union(_jaxprs.results_of(second))
+    absent = set(lacking).union(jaxprs.results_of(second))
     later: list[Eqn] = []
     for i, eqn in enumerate(second):
         rest = [*later, *second[i + 1 :]]
         movable = (
             _is_light(eqn)
-            and not any(v in absent for v in _jaxprs.variables(eqn.invars))
+            and not any(v in absent for v in jaxprs.variables(eqn.invars))
             and not any(v in wanted for v in eqn.outvars)
         )
 
         def kept(first, second):
-            return sum(map(_flops.nbytes, _crossing(first, second, wanted, carries)))
+            return sum(map(jaxprs.nbytes, _crossing(first, second, wanted, carries)))
 
         if movable and kept([*first, eqn], rest) < kept(first, [eqn, *rest]):
             absent.difference_update(eqn.outvars)
@@ -232,8 +232,8 @@ def _keep_less(
 def _is_light(eqn) -> bool:
     """Tells whether an equation costs no more than to read its operands and write its results."""
     size = sum(getattr(v.aval, "size", 0) for v in [*eqn.invars, *eqn.outvars])
-    loops = any(True for _ in _jaxprs.sub_jaxprs(eqn))
-    return not eqn.effects and not loops and _flops.flops(eqn) <= size
+    loops = any(True for _ in jaxprs.sub_jaxprs(eqn))
+    return not eqn.effects and not loops and jaxprs.flops(eqn) <= size
 
 
 def scan_of(
@@ -256,7 +256,7 @@ def scan_of(
         The function, whose results are the last carries, then the stacks; and the variables of the
         body whose atoms outside of it are its operands.
     """
-    part = _jaxprs.part(eqns, [*carries.values(), *ys])
+    part = jaxprs.part(eqns, [*carries.values(), *ys])
     sliced = [v for v in part.inputs if v in slices]
     whole = [v for v in part.inputs if v not in slices and v not in carries]
 
@@ -266,7 +266,7 @@ def scan_of(
 
         def step(carry, one):
             values = known | dict(zip([*carries, *sliced], [*carry, *one], strict=True))
-            outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+            outputs = jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
             return outputs[: len(carries)], outputs[len(carries) :]
 
         init = operands[len(whole) + len(sliced) :]

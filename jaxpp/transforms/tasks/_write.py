@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _jaxprs, schedules
-from jaxpp._typing import Eqn
+from jaxpp import jaxprs, schedules
+from jaxpp.jaxprs import Eqn
 from jaxpp.transforms.tasks import _accumulators
 from jaxpp.transforms.tasks._loop import ScheduledLoop, loop_p
 
@@ -41,16 +41,16 @@ def write(
     results, after = list(loop.outvars), []
     if loop.num_directions > 1:
         _check_unordered(loop)
-        parts = [[_jaxprs.fresh_var(v) for _ in range(loop.num_directions)] for v in results]
+        parts = [[jaxprs.fresh_var(v) for _ in range(loop.num_directions)] for v in results]
         joins = [
             _accumulators.folded(f) if f else first_of for f in map(loop.folds.get, loop.carries)
         ]
         joins += [join_rows or row_by_direction(loop)] * len(loop.ys)
         for own, join, result in zip(parts, joins, results, strict=True):
-            after += _jaxprs.splice(join, own, [result])
+            after += jaxprs.splice(join, own, [result])
         results = list(itertools.chain(*parts))
     bind = functools.partial(loop_p.bind, **loop.params)
-    return [*before, *_jaxprs.splice(bind, operands, results, source), *after, *loop.after]
+    return [*before, *jaxprs.splice(bind, operands, results, source), *after, *loop.after]
 
 
 def _check_unordered(loop: ScheduledLoop) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from tests.certification.inner.places import Change, Place, is_like
 
 #: Functions of a value, and of another one of its type, by the kinds of types for which they are.
@@ -268,7 +268,7 @@ def reduced_otherwise(p: Place) -> Change | None:
 
 
 def _maker(p: Place, atom: Any) -> Any:
-    if _jaxprs.is_literal(atom):
+    if jaxprs.is_literal(atom):
         return None
     return next((e for e in p.before if atom in e.outvars), None)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from tests.certification.inner.places import Change, Place
 
 _EFFECTS = ("debug_callback", "debug_print", "io_callback", "pure_callback")
@@ -70,7 +70,7 @@ def without_effect(p: Place) -> Change | None:
 def effect_twice(p: Place) -> Change | None:
     if p.name not in _EFFECTS:
         return None
-    again = p.eqn.replace(outvars=list(map(_jaxprs.fresh_var, p.eqn.outvars)))
+    again = p.eqn.replace(outvars=list(map(jaxprs.fresh_var, p.eqn.outvars)))
     return p.change([again, p.eqn])
 
 

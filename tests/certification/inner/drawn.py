@@ -4,7 +4,7 @@ import dataclasses
 import random
 from typing import Any
 
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp._program import Bundle
 from tests.certification.inner import (
     algebra,
@@ -100,7 +100,7 @@ def _text(bundle: Bundle, place: places.Place, change: places.Change) -> str:
 
 def _line(eqn: Any) -> str:
     def atom(v):
-        return str(v.val) if _jaxprs.is_literal(v) else f"v{id(v) % 9973}:{v.aval.str_short(True)}"
+        return str(v.val) if jaxprs.is_literal(v) else f"v{id(v) % 9973}:{v.aval.str_short(True)}"
 
     shown = {k: str(v)[:40] for k, v in eqn.params.items() if not k.endswith("jaxpr")}
     shown = {k: v for k, v in shown.items() if v not in ("None", "()") and "\n" not in v}

@@ -15,7 +15,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Bundle, Free, Receive, Run, Send
 from tests.certification.inner.small_steps import SEEN
 
@@ -190,19 +190,19 @@ class Interpreter:
         return results
 
     def _code(self, jaxpr: Any) -> "_Code":
-        inside = _jaxprs.opened(jaxpr)
+        inside = jaxprs.opened(jaxpr)
         constants: dict[Any, Any] = {
             v: self.known(constant)
             for v, constant in zip(inside.constvars, _compat.constants_of(jaxpr), strict=True)
         }
 
         def named(atom):
-            if not _jaxprs.is_literal(atom):
+            if not jaxprs.is_literal(atom):
                 return atom
-            constants[id(atom)] = self.known(_jaxprs.literal_array(atom))
+            constants[id(atom)] = self.known(jaxprs.literal_array(atom))
             return id(atom)
 
-        needed = _jaxprs.needed(inside.eqns, inside.outvars)
+        needed = jaxprs.needed(inside.eqns, inside.outvars)
         eqns = [(eqn, list(map(named, eqn.invars))) for eqn in needed]
         outvars = list(map(named, inside.outvars))
         has_effects = any(eqn.effects for eqn in needed)
@@ -221,7 +221,7 @@ class Interpreter:
         return made
 
     def _equation(self, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
-        if (body := _jaxprs.called_jaxpr(eqn)) is not None:
+        if (body := jaxprs.called_jaxpr(eqn)) is not None:
             return self.call(body, args)
         params = eqn.params
         match eqn.primitive.name:
@@ -240,7 +240,7 @@ class Interpreter:
                 return self._scan(eqn, args)
         run = self._compiled.get(id(eqn))
         if run is None:
-            variables = list(map(_jaxprs.fresh_var, eqn.invars))
+            variables = list(map(jaxprs.fresh_var, eqn.invars))
             alone = _compat.make_closed_jaxpr(
                 variables, eqn.outvars, [eqn.replace(invars=variables)]
             )

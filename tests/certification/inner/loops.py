@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from tests.certification.inner.places import Change, Place, is_like
 
 
@@ -138,9 +138,9 @@ def invariant_carry(p: Place) -> Change | None:
     return p.change(
         [
             p.eqn.replace(
-                outvars=[_jaxprs.fresh_var(v) if i == k else v for i, v in enumerate(p.eqn.outvars)]
+                outvars=[jaxprs.fresh_var(v) if i == k else v for i, v in enumerate(p.eqn.outvars)]
             ),
-            *_jaxprs.with_results([], [p.eqn.invars[num_consts + k]], [p.eqn.outvars[k]]),
+            *jaxprs.with_results([], [p.eqn.invars[num_consts + k]], [p.eqn.outvars[k]]),
         ]
     )
 
@@ -217,7 +217,7 @@ def effects_apart(p: Place) -> Change | None:
         return None  # what it gives would be missing in one of them
     alone = [e for e in body.eqns if e is one or not e.effects]
     first = _compat.with_equations(body, alone)
-    fresh = [_jaxprs.fresh_var(v) for v in p.eqn.outvars]
+    fresh = [jaxprs.fresh_var(v) for v in p.eqn.outvars]
     loops = [
         p.eqn.replace(params={**p.eqn.params, key: first}, outvars=fresh),
         p.eqn.replace(params={**p.eqn.params, key: others}),

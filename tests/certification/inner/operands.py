@@ -1,6 +1,6 @@
 """Edits of what an equation reads and gives."""
 
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from tests.certification.inner.places import Change, Place, is_like
 
 
@@ -50,7 +50,7 @@ def skip(p: Place) -> Change | None:
     same = [v for v in p.eqn.invars if is_like(v, p.eqn.outvars[0])]
     if not same:
         return None
-    known = _jaxprs.Substitution([(p.eqn.outvars[0], p.rng.choice(same))])
+    known = jaxprs.Substitution([(p.eqn.outvars[0], p.rng.choice(same))])
     after = list(map(known.rename, p.after))
     return Change([*p.before, *after], list(map(known, p.jaxpr.outvars)))
 
@@ -76,7 +76,7 @@ def other_result_of_the_jaxpr(p: Place) -> Change | None:
     if not outvars:
         return None
     k = p.rng.randrange(len(outvars))
-    known = [*p.jaxpr.invars, *_jaxprs.results_of(p.jaxpr.eqns)]
+    known = [*p.jaxpr.invars, *jaxprs.results_of(p.jaxpr.eqns)]
     others = [v for v in known if v is not outvars[k] and is_like(v, outvars[k])]
     if not others:
         return None
@@ -88,7 +88,7 @@ def move(p: Place) -> Change | None:
     """Moves an effect before equations, on which it does not depend: effects change places."""
     if not p.eqn.effects:
         return None
-    before, own = p.before, {v for v in p.eqn.invars if not _jaxprs.is_literal(v)}
+    before, own = p.before, {v for v in p.eqn.invars if not jaxprs.is_literal(v)}
     to = len(before)
     while to and own.isdisjoint(before[to - 1].outvars):
         to -= 1

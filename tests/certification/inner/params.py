@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from tests.certification.inner.places import Change, Place
 
 
@@ -16,7 +16,7 @@ def other_number(p: Place) -> Change | None:
     places = [
         k
         for k, v in enumerate(p.eqn.invars)
-        if _jaxprs.is_literal(v) and getattr(v.aval, "dtype", None) is not None
+        if jaxprs.is_literal(v) and getattr(v.aval, "dtype", None) is not None
         and np.dtype(v.aval.dtype).kind in "fiubcV"
     ]  # fmt: skip
     if not places:
@@ -40,7 +40,7 @@ def other_number(p: Place) -> Change | None:
     if new.tobytes() == value.tobytes():
         return None
     invars = list(p.eqn.invars)
-    invars[k] = _jaxprs.literal(new, old.aval)
+    invars[k] = jaxprs.literal(new, old.aval)
     return p.replaced(invars=invars)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Bundle, Run
 
 
@@ -47,7 +47,7 @@ def sites_of(bundle: Bundle) -> list[Site]:
 
 
 def _jaxprs_in(jaxpr: Any, path: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], Any]]:
-    inside = _jaxprs.opened(jaxpr)
+    inside = jaxprs.opened(jaxpr)
     yield path, inside
     for i, eqn in enumerate(inside.eqns):
         for name, value in eqn.params.items():
@@ -89,7 +89,7 @@ class Place:
 
     def scope(self) -> list[Any]:
         """The variables that it may read."""
-        found = [*self.jaxpr.constvars, *self.jaxpr.invars, *_jaxprs.results_of(self.before)]
+        found = [*self.jaxpr.constvars, *self.jaxpr.invars, *jaxprs.results_of(self.before)]
         return [v for v in found if not _compat.is_ref(v) and hasattr(v.aval, "dtype")]
 
     def like(self, atom: Any) -> list[Any]:
@@ -107,7 +107,7 @@ class Place:
 
     def trace(self, fun: Callable, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         with self._axes():
-            return _jaxprs.record(fun, operands, self.eqn)
+            return jaxprs.record(fun, operands, self.eqn)
 
     @contextlib.contextmanager
     def _axes(self):
@@ -125,7 +125,7 @@ class Place:
             return None
         if not all(map(is_like, made, self.eqn.outvars)):
             return None
-        return self.change(_jaxprs.with_results(eqns, made, self.eqn.outvars))
+        return self.change(jaxprs.with_results(eqns, made, self.eqn.outvars))
 
     def on_operand(self, k: int, fun: Callable, others: Sequence[Any] = ()) -> Change | None:
         """Gives it a function of operand number `k`, and of other variables, for that operand."""
@@ -140,13 +140,13 @@ class Place:
     def on_result(self, k: int, fun: Callable, others: Sequence[Any] = ()) -> Change | None:
         """Gives a function of result number `k`, and of other variables, for that result."""
         result = self.eqn.outvars[k]
-        plain = _jaxprs.fresh_var(result)
+        plain = jaxprs.fresh_var(result)
         eqns, made = self.trace(fun, [plain, *others])
         if not is_like(made[0], result):
             return None
         outvars = list(self.eqn.outvars)
         outvars[k] = plain
-        eqns = _jaxprs.with_results(eqns, made, [result])
+        eqns = jaxprs.with_results(eqns, made, [result])
         return self.change([self.eqn.replace(outvars=outvars), *eqns])
 
     def bind(self, params: dict[str, Any] | None = None) -> Callable:
@@ -165,13 +165,13 @@ def is_like(a: Any, b: Any) -> bool:
 
 def at(rng: random.Random, bundle: Bundle, site: Site) -> Place:
     """Finds the equation of a site."""
-    jaxpr, shards = _jaxprs.opened(bundle.computations[site.computation].jaxpr), {}
+    jaxpr, shards = jaxprs.opened(bundle.computations[site.computation].jaxpr), {}
     for step in site.path:
         eqn = jaxpr.eqns[step.eqn]
         if eqn.primitive.name == "shard_map":
             mesh = eqn.params["mesh"]
             shards |= dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        jaxpr = _jaxprs.opened(_inner(eqn, step))
+        jaxpr = jaxprs.opened(_inner(eqn, step))
     return Place(rng, site, jaxpr, jaxpr.eqns[site.at], shards)
 
 
@@ -198,7 +198,7 @@ def changed(bundle: Bundle, site: Site, change: Change, in_run: random.Random | 
 
 
 def _rebuilt(jaxpr: Any, path: Sequence[Step], change: Change) -> Any:
-    inside = _jaxprs.opened(jaxpr)
+    inside = jaxprs.opened(jaxpr)
     eqns, outvars = list(change.eqns), list(change.outvars)
     if path:
         step, *rest = path
@@ -212,7 +212,7 @@ def _rebuilt(jaxpr: Any, path: Sequence[Step], change: Change) -> Any:
             kind: Any = type(value)
             new = kind(*items) if hasattr(value, "_fields") else kind(items)
         params = {**eqn.params, step.name: new}
-        subs = [_jaxprs.opened(s).effects for s in _jaxprs.sub_jaxprs(eqn.replace(params=params))]
+        subs = [jaxprs.opened(s).effects for s in jaxprs.sub_jaxprs(eqn.replace(params=params))]
         eqns[step.eqn] = eqn.replace(params=params, effects=_effects(eqn.effects, subs))
     effects = _effects(inside.effects, [e.effects for e in eqns])
     new = inside.replace(eqns=eqns, outvars=outvars, effects=effects)

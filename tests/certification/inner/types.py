@@ -8,7 +8,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from tests.certification.inner.places import Change, Place, is_like
 
 #: The types through which a value of a type may go.
@@ -63,7 +63,7 @@ def other_precision(p: Place) -> Change | None:
     """The operation runs in another dtype, and its result is cast back."""
     if len(p.eqn.outvars) != 1 or p.eqn.effects or p.name in ("convert_element_type", "copy"):
         return None
-    if _jaxprs.called_jaxpr(p.eqn) is not None:
+    if jaxprs.called_jaxpr(p.eqn) is not None:
         return None
     own = str(p.eqn.outvars[0].aval.dtype)
     others = [t for t in _THROUGH.get(own, ()) if t not in ("bool", "float8_e4m3fn")]
@@ -148,7 +148,7 @@ def other_precision_of_a_carry(p: Place) -> Change | None:
 
 def _cast_of(p: Place) -> Any:
     """The equation that makes the operand of a cast."""
-    if p.name != "convert_element_type" or _jaxprs.is_literal(p.eqn.invars[0]):
+    if p.name != "convert_element_type" or jaxprs.is_literal(p.eqn.invars[0]):
         return None
     return next((e for e in p.before if p.eqn.invars[0] in e.outvars), None)
 
@@ -160,7 +160,7 @@ def without_casts(p: Place) -> Change | None:
         return None
     if not is_like(maker.invars[0], p.eqn.outvars[0]):
         return None
-    return p.change(_jaxprs.with_results([], [maker.invars[0]], p.eqn.outvars))
+    return p.change(jaxprs.with_results([], [maker.invars[0]], p.eqn.outvars))
 
 
 def cast_by_way_of(p: Place) -> Change | None:
@@ -196,7 +196,7 @@ def cast_last(p: Place) -> Change | None:
     makers: Sequence[Any] = [
         next((e for e in p.before if v in e.outvars), None)
         for v in p.eqn.invars
-        if not _jaxprs.is_literal(v)
+        if not jaxprs.is_literal(v)
     ]
     if not makers or len(makers) < len(p.eqn.invars) or p.eqn.effects:
         return None

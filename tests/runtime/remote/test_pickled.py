@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.gpu import attention
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
 from jaxpp.runtime.remote._pickled import Pickled
 
@@ -238,13 +238,13 @@ def test_equations_keep_the_users_lines_names_and_context():
     line, pairs = fun.__code__.co_firstlineno + 2, [(computation.jaxpr, read.jaxpr)]
     seen = []
     while pairs:
-        jaxprs = pairs.pop()
-        for one, other in zip(*(j.eqns for j in jaxprs), strict=True):
+        programs = pairs.pop()
+        for one, other in zip(*(j.eqns for j in programs), strict=True):
             assert _compat.source_line(other) == _compat.source_line(one)
             assert _compat.scope_names(other) == _compat.scope_names(one)
             assert other.ctx is one.ctx and other.primitive is one.primitive
             seen.append((one.primitive.name, _compat.source_line(one)))
-            pairs += zip(*(_jaxprs.sub_jaxprs(e) for e in (one, other)), strict=True)
+            pairs += zip(*(jaxprs.sub_jaxprs(e) for e in (one, other)), strict=True)
     assert ("sin", f"{__file__}:{line}") in seen and len(seen) > 10
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.transforms.initialize import _initialize
 
 LAYERS, CUTS = 5, (0, 2, 5)
@@ -69,7 +69,7 @@ def state_of(make):
 
 
 def parts_and_whole(init_fn, key):
-    traced = _jaxprs.trace(init_fn, (key,))
+    traced = jaxprs.trace(init_fn, (key,))
     cuts = [CUTS] * len(traced.jaxpr.jaxpr.outvars)
     jaxpr, blamed = _initialize.with_parts(traced.jaxpr, cuts)
     whole = jax.tree.leaves(init_fn(key))
@@ -110,7 +110,7 @@ def arrays_of(jaxpr):
     """All arrays in a jaxpr, in its calls too."""
     for eqn in jaxpr.eqns:
         yield from (v.aval for v in eqn.outvars)
-        for inner in _jaxprs.sub_jaxprs(eqn):
+        for inner in jaxprs.sub_jaxprs(eqn):
             yield from arrays_of(inner)
 
 
@@ -119,7 +119,7 @@ def arrays_of(jaxpr):
 )
 def test_no_array_of_all_layers_is_made(init_fn):
     jaxpr, blamed, _ = parts_and_whole(init_fn, jax.random.key(0))
-    keep = _jaxprs.ancestors(jaxpr.eqns, jaxpr.jaxpr.outvars)
+    keep = jaxprs.ancestors(jaxpr.eqns, jaxpr.jaxpr.outvars)
     needed = jaxpr.jaxpr.replace(eqns=[e for e, k in zip(jaxpr.eqns, keep, strict=True) if k])
     largest = max(a.size for a in arrays_of(needed))
     assert largest == 3 * 7 * 5

@@ -102,6 +102,38 @@ def test_what_may_be_any_is_split_as_what_it_is_combined_with():
     assert inputs == [outputs[0], *given[1:]] and outputs == [(("data",), ("model",))]
 
 
+def test_a_dimension_that_a_part_of_an_axis_splits_is_whole():
+    jaxpr = jax.make_jaxpr(lambda x, y: x.reshape(2, 8) + y)(array(16), array(2, 8))
+    found = _shardy.propagate(jaxpr, [(("data",),), None], {"data": 4})
+    assert found == ([(("data",),), replicated(2)], [replicated(2)])
+
+
+def test_an_input_without_a_use_keeps_its_place():
+    given = [(("model",),), (("data",), ())]
+    jaxpr = jax.make_jaxpr(lambda unused, x: jnp.tanh(x))(array(4), array(8, 16))
+    assert _shardy.propagate(jaxpr, given, SIZES) == (given, given[1:])
+
+
+def test_a_constraint_splits_where_nothing_is_given(mesh):
+    jaxpr = trace(lambda x: [jax.lax.with_sharding_constraint(x, D)], mesh, array(8, 16))
+    given = (("data",), ())
+    assert _shardy.propagate(jaxpr, [None], SIZES) == ([given], [given])
+
+
+def test_types_of_64_bits_are_kept_where_the_computation_alone_has_them():
+    with jax.enable_x64(True):
+        jaxpr = jax.make_jaxpr(lambda x: x + jnp.float64(0.1))(jnp.ones((8, 16, 32)))
+    given = (("data",), (), ())
+    assert _shardy.propagate(jaxpr, [given], SIZES)[1] == [given]
+
+
+def test_an_input_in_host_memory_is_split_there():
+    given = (("data",), ())
+    x = jax.device_put(jnp.ones((8, 16)), jax.memory.Space.Host)
+    jaxpr = jax.make_jaxpr(lambda x: jax.device_put(x, jax.memory.Space.Device) + 1)(x)
+    assert _shardy.propagate(jaxpr, [given], SIZES) == ([given], [given])
+
+
 def test_equal_computations_are_asked_once():
     def ask(width):
         return specs_of(lambda x: jnp.tanh(x @ x.T), [array(8, width)], [(("data",), ())])

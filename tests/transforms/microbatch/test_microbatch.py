@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from tests.helpers import assert_close_sums, assert_same
 
 W = jax.random.normal(jax.random.key(0), (8, 8))
@@ -24,7 +24,7 @@ def loss(w, x):
 
 def count(jaxpr, name):
     return sum(
-        (eqn.primitive.name == name) + sum(count(sub, name) for sub in _jaxprs.sub_jaxprs(eqn))
+        (eqn.primitive.name == name) + sum(count(sub, name) for sub in jaxprs.sub_jaxprs(eqn))
         for eqn in jaxpr.eqns
     )
 
@@ -70,7 +70,7 @@ def test_the_jaxpr_has_one_scan_and_does_not_grow_with_the_number(step):
 
 def test_the_gradient_outside_keeps_one_slices_residuals():
     jaxpr = jax.make_jaxpr(jax.grad(jaxpp.microbatch(loss, 4)))(W, X)
-    (scan,) = [e for e in _jaxprs.inline(jaxpr, lambda e: True).eqns if e.primitive.name == "scan"]
+    (scan,) = [e for e in jaxprs.inline(jaxpr, lambda e: True).eqns if e.primitive.name == "scan"]
     assert all(v.aval.size <= W.size for v in scan.outvars)
 
 
@@ -129,7 +129,7 @@ def test_gradients_through_any_output(of, argnums):
 
 def live_scans(fun, *args):
     """The scans of a function that are needed for its results."""
-    flat = _jaxprs.inline(jax.make_jaxpr(fun)(*args), lambda e: True)
+    flat = jaxprs.inline(jax.make_jaxpr(fun)(*args), lambda e: True)
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
     return [e for e in live.eqns if e.primitive.name == "scan"]
 

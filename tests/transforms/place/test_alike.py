@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs, _numbers
+from jaxpp import jaxprs
 from jaxpp._program import Run
 from tests.helpers import mesh_of
 
@@ -102,10 +102,10 @@ def test_stages_with_dropout_are_one_computation(fold, kind, optimized):
 def test_only_whole_numbers_in_which_computations_differ_become_inputs():
     def part(fun):
         jaxpr = jax.make_jaxpr(fun)(jnp.ones(4), jnp.arange(4))
-        return _jaxprs.Part(jaxpr, tuple(jaxpr.jaxpr.invars), tuple(jaxpr.jaxpr.outvars))
+        return jaxprs.Part(jaxpr, tuple(jaxpr.jaxpr.invars), tuple(jaxpr.jaxpr.outvars))
 
     def lifted(*funs):
-        return [[n.val for n in own] for _, own in _numbers.lift_differing(list(map(part, funs)))]
+        return [[n.val for n in own] for _, own in jaxprs.lift_differing(list(map(part, funs)))]
 
     def of(scale, add, first):
         return lambda x, n: (scale * x, 7 + add * n[first : first + 2])

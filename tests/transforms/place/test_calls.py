@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.runtime.executor import _compile
 from jaxpp.transforms.place import _flat_step, _place
 from tests.helpers import assert_close
@@ -517,7 +517,7 @@ def test_results_are_paired_with_the_arguments_that_they_update(rule, pairs):
         return jax.tree.map(lambda y: {"y": y}, rule(w["y"], a["y"], g))
 
     args = ({"y": jnp.ones((3, 3))}, {"y": jnp.zeros((3, 3))}, jnp.ones((2, 3)))
-    traced = _jaxprs.trace(step, args)
+    traced = jaxprs.trace(step, args)
     assert _flat_step.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
 
 

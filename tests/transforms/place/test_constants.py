@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from tests.helpers import mesh_of
 from tests.transforms import two_layers
 from tests.transforms.place import closed_over
@@ -106,7 +106,7 @@ def test_an_array_that_stages_and_the_step_close_over_is_in_no_executable():
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
     for computation in placed.bundle.computations:
         atoms = [v for e in computation.jaxpr.eqns for v in e.invars]
-        assert not [v for v in atoms if _jaxprs.is_literal(v) and v.aval.size > 1]
+        assert not [v for v in atoms if jaxprs.is_literal(v) and v.aval.size > 1]
         assert not computation.jaxpr.consts
     for program in placed.programs:
         assert sum(np.size(value) == table.size for _, value in program.constants) == 1

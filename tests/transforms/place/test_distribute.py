@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, jaxprs
 from jaxpp.runtime import StackedArray
 from jaxpp.transforms.stacked import Classes, in_parts, part_vars
 from tests.helpers import mesh_of
@@ -525,8 +525,8 @@ def test_an_equation_gives_part_by_part_what_it_gives_as_a_whole(fun, pieces):
     """`pieces`: whether the results are in parts; None where an array has to be put together."""
     x = jax.random.normal(jax.random.key(0), (5, 4, 3))
     closed = jax.make_jaxpr(fun)(x)
-    jaxpr, consts = _jaxprs.without_constants(closed)
-    jaxpr = _jaxprs.inline(jaxpr, lambda e: True)
+    jaxpr, consts = jaxprs.without_constants(closed)
+    jaxpr = jaxprs.inline(jaxpr, lambda e: True)
     (*_, arg) = jaxpr.jaxpr.invars
     bounds = (0, 2, 5)
     classes = Classes(jaxpr.eqns)
@@ -544,7 +544,7 @@ def test_an_equation_gives_part_by_part_what_it_gives_as_a_whole(fun, pieces):
         assert all(n == (2 if pieces else 1) for n in joined)
     invars = [*jaxpr.jaxpr.invars[:-1], *given]
     split = _compat.make_closed_jaxpr(invars, outs, slicer.eqns)
-    values = iter(jax.jit(lambda *xs: _jaxprs.run(split, *xs))(*consts, x[:2], x[2:]))
+    values = iter(jax.jit(lambda *xs: jaxprs.run(split, *xs))(*consts, x[:2], x[2:]))
     got = [
         np.concatenate([next(values) for _ in range(n)]) if n > 1 else next(values) for n in joined
     ]

@@ -9,7 +9,7 @@ import pytest
 from jax.interpreters import mlir
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from tests.models import with_backward, with_tangent
 from tests.transforms import two_layers
 from tests.transforms.two_layers import WEIGHTS, X
@@ -106,7 +106,7 @@ def test_a_primitive_that_is_defined_again_is_another():
 
 
 def key(fun, *args, **options):
-    return _jaxprs.structure(_jaxprs.trace(fun, args).jaxpr, **options)
+    return jaxprs.structure(jaxprs.trace(fun, args).jaxpr, **options)
 
 
 def test_weak_types_count():

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs, precision, testing
+from jaxpp import jaxprs, precision, testing
 from jaxpp._program import Run
 from tests.helpers import assert_close_sums, assert_same
 
@@ -99,7 +99,7 @@ def count_casts(bundle, dtype=BF16):
             if e.primitive.name == "convert_element_type":
                 made = e.outvars[0].aval
                 yield made.size if made.dtype == dtype and made.size in sizes else 0
-            for inner in _jaxprs.sub_jaxprs(e):
+            for inner in jaxprs.sub_jaxprs(e):
                 yield from casts(inner)
 
     counts = []

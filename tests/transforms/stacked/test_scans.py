@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs, testing
+from jaxpp import jaxprs, testing
 from jaxpp.schedules import GPipe, Interleaved1F1B, Kind, OneFOneB, ZeroBubbleH1
 from jaxpp.transforms.stacked import _scans
 from jaxpp.transforms.stages import _cuts
@@ -199,7 +199,7 @@ def value_and_grad(fun):
 
 def scans_of(fun, *args):
     """The scans of a program in order, also those inside checkpoints."""
-    flat = _jaxprs.inline(jax.make_jaxpr(fun)(*args), lambda e: True)
+    flat = jaxprs.inline(jax.make_jaxpr(fun)(*args), lambda e: True)
     return [e for e in flat.eqns if e.primitive.name == "scan"]
 
 
@@ -642,6 +642,6 @@ def test_a_placed_step_matches_the_single_device(schedule, num_stages, at):
 def test_a_pass_without_wishes_changes_nothing():
     flat, _ = _cuts.open_program(jax.make_jaxpr(with_scan(checkpointed_scan))(PARAMS, X))
     divided = _scans.divide_scans(flat, flat.jaxpr.invars[:3])
-    assert _jaxprs.structure(divided.jaxpr) == _jaxprs.structure(flat)
+    assert jaxprs.structure(divided.jaxpr) == jaxprs.structure(flat)
     scans = _scans.layer_scans(flat, flat.jaxpr.invars[:3])
     assert [s.length for s in scans] == [LAYERS]

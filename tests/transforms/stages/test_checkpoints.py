@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpp
-from jaxpp import _checkpoints, _jaxprs
+from jaxpp import jaxprs
 from jaxpp.transforms.stages import _cuts, _stages
 
 enter = jaxpp.pipeline_enter_stage
@@ -77,14 +77,14 @@ PROGRAMS = [whole, under_jit, nested, middle, cast_inside, masked_inside, scanne
 
 
 def parts_of(fun, *args):
-    stages = _stages.read_stages(_jaxprs.trace(fun, args).jaxpr)
+    stages = _stages.read_stages(jaxprs.trace(fun, args).jaxpr)
     return stages.parts
 
 
 def products(eqns):
     """How many products there are, also inside calls and loops."""
     loops = [e.params["length"] if e.primitive.name == "scan" else 1 for e in eqns]
-    inner = [sum(products(sub.eqns) for sub in _jaxprs.sub_jaxprs(e)) for e in eqns]
+    inner = [sum(products(sub.eqns) for sub in jaxprs.sub_jaxprs(e)) for e in eqns]
     own = [e.primitive.name == "dot_general" for e in eqns]
     return sum(o + n * i for o, n, i in zip(own, loops, inner, strict=True))
 
@@ -120,8 +120,8 @@ def test_what_depends_on_nothing_is_made_inside_each_checkpoint(edges_of):
     assert edges_of(split, WS, X) == [(0, 1, X.shape)]
     for part in parts_of(split, WS, X):
         # The weights that are kept for the backward pass are those that the stage is given.
-        checkpoints = [e for e in part.jaxpr.eqns if _checkpoints.is_checkpoint(e)]
-        assert all(v in part.inputs for e in checkpoints for v in _jaxprs.variables(e.invars))
+        checkpoints = [e for e in part.jaxpr.eqns if jaxprs.is_checkpoint(e)]
+        assert all(v in part.inputs for e in checkpoints for v in jaxprs.variables(e.invars))
 
 
 def blocks(ws, x, wrap=jax.checkpoint):
@@ -151,18 +151,18 @@ def test_a_checkpoint_that_is_not_cut_stays_as_it_is():
     jaxpr = jax.make_jaxpr(fun)(WS, X)
     opened, checkpoints = _cuts.open_program(jaxpr)
     assert len(checkpoints) == 3
-    assert not any(map(_checkpoints.is_checkpoint, opened.eqns))
+    assert not any(map(jaxprs.is_checkpoint, opened.eqns))
     closed = _stages.read_stages(opened, checkpoints).jaxpr
-    assert [_checkpoints.is_checkpoint(e) for e in closed.eqns] == [True]
+    assert [jaxprs.is_checkpoint(e) for e in closed.eqns] == [True]
     again, _ = _cuts.open_program(closed)
-    assert _jaxprs.structure(again) == _jaxprs.structure(opened)
+    assert jaxprs.structure(again) == jaxprs.structure(opened)
 
 
 def test_a_policy_is_that_of_each_part():
     policy = jax.checkpoint_policies.dots_saveable
     split = jaxpp.split_stages(jax.checkpoint(forward, policy=policy), 2)
     jaxpr = jax.make_jaxpr(split)(WS, X)
-    found = [e.params["policy"] for e in jaxpr.eqns if _checkpoints.is_checkpoint(e)]
+    found = [e.params["policy"] for e in jaxpr.eqns if jaxprs.is_checkpoint(e)]
     assert found == [policy] * 2
 
 
@@ -258,7 +258,7 @@ def test_prevent_cse_of_each_operand_goes_with_it_into_the_parts():
     found = {
         v: prevents
         for e in jaxpr.eqns
-        if _checkpoints.is_checkpoint(e)
+        if jaxprs.is_checkpoint(e)
         for v, prevents in zip(e.invars, e.params["prevent_cse"], strict=True)
         if v in given
     }

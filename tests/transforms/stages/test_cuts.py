@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from tests.helpers import assert_close
 
 
@@ -335,7 +335,7 @@ def watched(jaxpr):
     def is_trace(eqn):
         return "jaxpp_" in str(eqn.source_info.name_stack) or "jaxpp_" in str(eqn.params)
 
-    return any(_jaxprs.contains(eqn, is_trace) for eqn in jaxpr.eqns)
+    return any(jaxprs.contains(eqn, is_trace) for eqn in jaxpr.eqns)
 
 
 def test_other_threads_call_their_modules_undisturbed():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.transforms.stages import _stages
 from tests.helpers import assert_close
 
@@ -138,14 +138,14 @@ MODELS = {
 def products(eqns):
     """How many products there are, also inside calls and loops."""
     loops = [e.params["length"] if e.primitive.name == "scan" else 1 for e in eqns]
-    inner = [sum(products(sub.eqns) for sub in _jaxprs.sub_jaxprs(e)) for e in eqns]
+    inner = [sum(products(sub.eqns) for sub in jaxprs.sub_jaxprs(e)) for e in eqns]
     own = [e.primitive.name == "dot_general" for e in eqns]
     return sum(o + n * i for o, n, i in zip(own, loops, inner, strict=True))
 
 
 def layers_of(split, model):
     """How many layers each stage has; those of `Net` without its ends."""
-    stages = _stages.read_stages(_jaxprs.trace(split, (model, X)).jaxpr)
+    stages = _stages.read_stages(jaxprs.trace(split, (model, X)).jaxpr)
     found = [products(part.jaxpr.eqns) for part in stages.parts]
     if isinstance(model, Net):
         found = [found[0] - 1, *found[1:-1], found[-1] - 1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.transforms.stages import _marks
 from tests.helpers import assert_close
 
@@ -110,7 +110,7 @@ def test_users_functions_of_similar_names_are_not_stage_calls():
         return x + 1
 
     jaxpr = jax.make_jaxpr(jax.jit(pipeline_stage_0))(X)
-    assert not any(_jaxprs.contains(e, _marks.is_stage_call) for e in jaxpr.eqns)
+    assert not any(jaxprs.contains(e, _marks.is_stage_call) for e in jaxpr.eqns)
 
 
 def test_a_constant_may_go_through_a_mark():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.transforms.stages import _describe, _stages, _units
 from tests.helpers import assert_close
 
@@ -154,7 +154,7 @@ def test_the_table_has_a_line_for_each_stage():
 def test_equal_stages_are_differentiated_as_one():
     split = jaxpp.wrap_forward(jaxpp.split_stages(loss, 4))
     params = init(8)
-    jaxpr = _jaxprs.trace(jax.grad(split), (params, X)).jaxpr
+    jaxpr = jaxprs.trace(jax.grad(split), (params, X)).jaxpr
     calls = [e for e in jaxpr.eqns if str(e.params.get("name", "")).startswith("pipeline_stage_")]
     names = [e.params["name"] for e in calls]
     assert sorted(names) == sorted(f"pipeline_stage_{k}_of_4" for k in range(4) for _ in "fb")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs, _primitives
+from jaxpp import jaxprs
+from jaxpp.jaxprs import primitives
 from jaxpp.transforms.stages import _stages
 
 enter = jaxpp.pipeline_enter_stage
@@ -143,7 +144,7 @@ def test_marks_inside_calls_are_honoured(wrap, assert_same, primitives_of):
 
 
 def _parts(fun, *args):
-    stages = _stages.read_stages(_jaxprs.trace(fun, args).jaxpr)
+    stages = _stages.read_stages(jaxprs.trace(fun, args).jaxpr)
     return [part.jaxpr for part in stages.parts]
 
 
@@ -151,7 +152,7 @@ def _flat(jaxpr):
     names = []
     for eqn in jaxpr.eqns:
         names.append(eqn.primitive.name)
-        for sub in _jaxprs.sub_jaxprs(eqn):
+        for sub in jaxprs.sub_jaxprs(eqn):
             names.extend(_flat(sub))
     return names
 
@@ -159,7 +160,7 @@ def _flat(jaxpr):
 def test_a_cut_checkpoint_is_a_checkpoint_in_each_stage():
     split = jaxpp.split_stages(jax.checkpoint(mlp))
     for part in _parts(split, WS, X):
-        assert any(eqn.primitive.name in _primitives.CHECKPOINTS for eqn in part.eqns)
+        assert any(eqn.primitive.name in primitives.CHECKPOINTS for eqn in part.eqns)
 
 
 def test_a_mark_under_vmap_marks_the_batch(stages_of):
@@ -175,9 +176,7 @@ def test_each_equation_is_in_exactly_one_stage(stages_of):
     assert None not in stages.stage_of
     per_stage = [len(part.jaxpr.eqns) for part in stages.parts]
     assert (
-        sum(per_stage)
-        == len(stages.jaxpr.eqns)
-        == len(_jaxprs.trace(plain_mlp, (WS, X)).jaxpr.eqns)
+        sum(per_stage) == len(stages.jaxpr.eqns) == len(jaxprs.trace(plain_mlp, (WS, X)).jaxpr.eqns)
     )
 
 
@@ -340,9 +339,9 @@ def test_a_weights_transform_goes_with_its_reader_in_a_balanced_cut(fun, argumen
 
 def _unmarked(fun):
     def unmarked(ws, x):
-        traced = _jaxprs.trace(fun, (ws, x))
+        traced = jaxprs.trace(fun, (ws, x))
         flat, _ = _stages.dissolve_marks(traced.jaxpr)
-        return traced.rebuild(_jaxprs.run(flat, *traced.inputs))
+        return traced.rebuild(jaxprs.run(flat, *traced.inputs))
 
     return unmarked
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.schedules import Kind
 from jaxpp.transforms.stages import _marks, _stages
 from jaxpp.transforms.tasks._loop import is_loop
@@ -44,7 +44,7 @@ def stage_calls(fun, *args):
 
 
 def names_inside(eqn):
-    for sub in _jaxprs.sub_jaxprs(eqn):
+    for sub in jaxprs.sub_jaxprs(eqn):
         for inner in sub.eqns:
             yield inner.primitive.name
             yield from names_inside(inner)

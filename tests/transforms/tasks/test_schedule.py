@@ -16,7 +16,7 @@ import pytest
 
 import jaxpp
 import jaxpp.testing
-from jaxpp import _jaxprs, schedules
+from jaxpp import jaxprs, schedules
 from jaxpp._program import Run
 from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
 from jaxpp.transforms.tasks import _loop
@@ -353,8 +353,8 @@ def test_a_loop_is_a_scan_over_its_tasks(axes):
     for task in loop.tasks:
         assert [v.aval for v in task.invars] == task.params["jaxpr"].in_avals
     known = {v: jnp.sin(jnp.arange(v.aval.size, dtype=v.aval.dtype)).reshape(v.aval.shape)
-             for v in _jaxprs.variables(eqn.invars)}  # fmt: skip
-    operands = _jaxprs.read(eqn.invars, known)
+             for v in jaxprs.variables(eqn.invars)}  # fmt: skip
+    operands = jaxprs.read(eqn.invars, known)
     n, k = loop.num_consts, loop.num_consts + loop.num_carry
     results = operands[n:k]
     for i in range(M):

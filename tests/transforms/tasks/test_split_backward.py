@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp.schedules import Kind, OneFOneB, ZeroBubbleH1
 from jaxpp.transforms.tasks import _loop, _split_backward
 
@@ -31,10 +31,10 @@ def halves(fun, wanted, *args):
 def run_halves(first, second, jaxpr, args):
     """What both halves make, one after the other."""
     values = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    read = set(_jaxprs.variables([*jaxpr.jaxpr.outvars, *(v for e in second for v in e.invars)]))
+    read = set(jaxprs.variables([*jaxpr.jaxpr.outvars, *(v for e in second for v in e.invars)]))
     for eqns in (first, second):
-        part = _jaxprs.part(eqns, [v for e in eqns for v in e.outvars if v in read])
-        results = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+        part = jaxprs.part(eqns, [v for e in eqns for v in e.outvars if v in read])
+        results = jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
         values.update(zip(part.outputs, results, strict=True))
     return [values[v] for v in jaxpr.jaxpr.outvars]
 
@@ -42,7 +42,7 @@ def run_halves(first, second, jaxpr, args):
 def count(eqns, name: str) -> int:
     """How many equations of a primitive there are, also inside of others."""
     found = sum(e.primitive.name == name for e in eqns)
-    return found + sum(count(sub.eqns, name) for e in eqns for sub in _jaxprs.sub_jaxprs(e))
+    return found + sum(count(sub.eqns, name) for e in eqns for sub in jaxprs.sub_jaxprs(e))
 
 
 def two_carries(c, xs):
@@ -114,7 +114,7 @@ def test_the_halves_together_make_all_that_the_whole_makes(fun, wanted):
 def test_the_first_half_holds_what_the_wanted_need_and_no_more(fun, wanted):
     first, _, jaxpr = halves(fun, wanted, X[0], X)
     outs = [jaxpr.jaxpr.outvars[i] for i in wanted]
-    assert all(_jaxprs.ancestors(first, outs))
+    assert all(jaxprs.ancestors(first, outs))
     made = {v for e in first for v in e.outvars}
     assert made >= set(outs)
 
@@ -235,7 +235,7 @@ def test_every_equation_of_i_makes_what_another_stage_reads(middle):
     outs = zip(first.outvars, inside.jaxpr.outvars, strict=True)
     sent = [v for made, v in outs if made in elsewhere]
     assert sent
-    assert all(_jaxprs.ancestors(inside.eqns, sent))
+    assert all(jaxprs.ancestors(inside.eqns, sent))
 
 
 @pytest.mark.parametrize("middle", MIDDLES)

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 import ray.util.client
 
-from jaxpp._warn import warn
+from jaxpp._messages import warn
 from jaxpp.runtime.remote._interrupts import uninterrupted
 
 #: Seconds within which a part of a session, or a worker that is called outside a step, has to

@@ -12,7 +12,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from jaxpp import _compat
-from jaxpp._warn import warn
+from jaxpp._messages import warn
 
 
 @dataclasses.dataclass(frozen=True)

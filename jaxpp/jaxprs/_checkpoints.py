@@ -8,8 +8,12 @@ from typing import TypeVar
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp import _compat
+from jaxpp.jaxprs import primitives
+from jaxpp.jaxprs._equations import operands_of, results_of, variables
+from jaxpp.jaxprs._parts import needed, part
+from jaxpp.jaxprs._rewrite import inline
+from jaxpp.jaxprs._typing import Atom, Eqn, Var
 
 #: The open checkpoints of a program, by their scopes.
 Checkpoints = dict[str, Eqn]
@@ -31,7 +35,7 @@ def open_calls(
     checkpoints: Checkpoints = {}
 
     def can_open(eqn) -> bool:
-        return eqn.primitive.name not in _primitives.CUSTOM_RULES and wanted(eqn)
+        return eqn.primitive.name not in primitives.CUSTOM_RULES and wanted(eqn)
 
     def in_scope(call, inner: list[Eqn]) -> list[Eqn]:
         inner = change(call, inner)
@@ -41,26 +45,26 @@ def open_calls(
         checkpoints[scope] = call
         return [_compat.in_scope(e, scope) for e in inner]
 
-    return _jaxprs.inline(jaxpr, can_open, in_scope), checkpoints
+    return inline(jaxpr, can_open, in_scope), checkpoints
 
 
 def is_checkpoint(eqn) -> bool:
     """Tells whether an equation is a `jax.checkpoint`."""
-    return eqn.primitive.name in _primitives.CHECKPOINTS
+    return eqn.primitive.name in primitives.CHECKPOINTS
 
 
-def scopes(eqn) -> list[str]:
+def checkpoint_scopes(eqn) -> list[str]:
     """Returns the scopes of the open checkpoints that an equation is in, the outermost first."""
     return [n for n in reversed(_compat.scope_names(eqn)) if n.startswith(_SCOPE)]
 
 
-def outside(eqn: Eqn, others: Sequence[str] = ()) -> Eqn:
+def outside_checkpoints(eqn: Eqn, others: Sequence[str] = ()) -> Eqn:
     """Takes an equation out of all open checkpoints but `others`."""
-    out = set(scopes(eqn)).difference(others)
+    out = set(checkpoint_scopes(eqn)).difference(others)
     return _compat.rename_scopes(eqn, dict.fromkeys(out)) if out else eqn
 
 
-def close(
+def close_checkpoints(
     eqns: Sequence[Eqn],
     stages: Sequence[int | None],
     checkpoints: Checkpoints,
@@ -82,12 +86,12 @@ def close(
     """
     group_of, repeated = [], {}
     for i, (eqn, stage) in enumerate(zip(eqns, stages, strict=True)):
-        around = scopes(eqn)[depth : depth + 1]
+        around = checkpoint_scopes(eqn)[depth : depth + 1]
         group_of.append((around[0], stage) if around and stage is not None else i)
         if around and stage is None:
             repeated.setdefault(around[0], []).append(eqn)
     if not any(isinstance(g, tuple) for g in group_of):
-        return [(outside(e), k) for e, k in zip(eqns, stages, strict=True)]
+        return [(outside_checkpoints(e), k) for e, k in zip(eqns, stages, strict=True)]
 
     groups: dict[Hashable, list[int]] = {}
     maker: dict[Var, Hashable] = {}
@@ -95,24 +99,24 @@ def close(
         groups.setdefault(group, []).append(i)
         maker.update((v, group) for v in eqns[i].outvars)
     read_from: dict[Hashable, dict[Hashable, None]] = {group: {} for group in groups}
-    shared = set(_jaxprs.variables(results))
+    shared = set(variables(results))
     for i, group in enumerate(group_of):
-        for v in _jaxprs.variables(eqns[i].invars):
+        for v in variables(eqns[i].invars):
             if v in maker and maker[v] != group:
                 read_from[group][maker[v]] = None
                 shared.add(v)
 
     closed: list[tuple[Eqn, int | None]] = []
-    for group in ordered(groups, read_from.__getitem__):
+    for group in ordered_by_needs(groups, read_from.__getitem__):
         own = [eqns[i] for i in groups[group]]
         stage = stages[groups[group][0]]
         if not isinstance(group, tuple):
-            closed.append((outside(own[0]), stage))
+            closed.append((outside_checkpoints(own[0]), stage))
             continue
-        outputs = [v for v in _jaxprs.results_of(own) if v in shared]
-        read = _jaxprs.operands_of(own)
-        own = [*_jaxprs.needed(repeated.get(group[0], []), read), *own]
-        inner = close(own, [stage] * len(own), checkpoints, outputs, depth + 1)
+        outputs = [v for v in results_of(own) if v in shared]
+        read = operands_of(own)
+        own = [*needed(repeated.get(group[0], []), read), *own]
+        inner = close_checkpoints(own, [stage] * len(own), checkpoints, outputs, depth + 1)
         closed.append((_closed(checkpoints[group[0]], [e for e, _ in inner], outputs), stage))
     return closed
 
@@ -122,7 +126,7 @@ def _closed(checkpoint, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> Eqn:
 
     The variables of its body are those outside, which is harmless.
     """
-    body = _jaxprs.part(eqns, outputs)
+    body = part(eqns, outputs)
     params = checkpoint.params | {
         "jaxpr": _compat.with_closed_type(body.jaxpr, checkpoint.params["jaxpr"])
     }
@@ -130,7 +134,7 @@ def _closed(checkpoint, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> Eqn:
         # True for new operands, as JAX does for the operands that it adds to a checkpoint.
         given = dict(zip(checkpoint.invars, params["prevent_cse"], strict=True))
         params["prevent_cse"] = tuple(given.get(v, True) for v in body.inputs)
-    return outside(checkpoint).replace(
+    return outside_checkpoints(checkpoint).replace(
         invars=list(body.inputs),
         outvars=list(outputs),
         params=params,
@@ -138,7 +142,9 @@ def _closed(checkpoint, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> Eqn:
     )
 
 
-def ordered(items: Iterable[_Item], needs: Callable[[_Item], Iterable[_Item]]) -> Iterator[_Item]:
+def ordered_by_needs(
+    items: Iterable[_Item], needs: Callable[[_Item], Iterable[_Item]]
+) -> Iterator[_Item]:
     """Yields the items and those that they need, each once, after its needs, and else in order."""
     placed: set[_Item] = set()
     for item in items:

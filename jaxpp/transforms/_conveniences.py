@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from jaxpp import _jaxprs
+from jaxpp import jaxprs
 from jaxpp._program import Mesh
 from jaxpp._spellings import names_ours
-from jaxpp.transforms import microbatch, place
-from jaxpp.transforms import schedule as schedule_loops
-from jaxpp.transforms.microbatch import microbatch_by
+from jaxpp.transforms.microbatch import microbatch, microbatch_by
+from jaxpp.transforms.place import place
 from jaxpp.transforms.stages import is_backward_call, is_stage_call
+from jaxpp.transforms.tasks import schedule as schedule_loops
 
 
 @names_ours
@@ -73,7 +73,7 @@ def accumulate_grads(
     count = _size(batch, axis) if num_microbatches is None else num_microbatches
 
     def without_axis(x):
-        return jax.lax.squeeze(x, (axis,)) if _jaxprs.is_array(x) else x
+        return jax.lax.squeeze(x, (axis,)) if jaxprs.is_array(x) else x
 
     def of_microbatch(part):
         return fun(jtu.tree_map(without_axis, part) if num_microbatches is None else part)
@@ -85,18 +85,17 @@ def accumulate_grads(
     return schedule_loops(loop, schedule)(batch)
 
 
-def _gradients_summed(trace: Callable[[], _jaxprs.Traced]) -> Any:
+def _gradients_summed(trace: Callable[[], jaxprs.Traced]) -> Any:
     """Chooses reductions of two results: sums the one that a backward makes, stacks the other."""
     traced = trace()
-    flat = _jaxprs.inline(traced.jaxpr, lambda eqn: not is_stage_call(eqn))
-    if not any(_jaxprs.contains(eqn, is_stage_call) for eqn in flat.eqns):
+    flat = jaxprs.inline(traced.jaxpr, lambda eqn: not is_stage_call(eqn))
+    if not any(jaxprs.contains(eqn, is_stage_call) for eqn in flat.eqns):
         return "last"  # `schedule` says that there are no stages
     made = [v for eqn in flat.eqns if is_backward_call(eqn) for v in eqn.outvars]
-    reached = _jaxprs.descendants(flat.eqns, made)
+    reached = jaxprs.descendants(flat.eqns, made)
     gradient, value = object(), object()
     results = traced.rebuild(
-        gradient if not _jaxprs.is_literal(v) and v in reached else value
-        for v in flat.jaxpr.outvars
+        gradient if not jaxprs.is_literal(v) and v in reached else value for v in flat.jaxpr.outvars
     )
     parts = results if isinstance(results, tuple) else (results,)
     summed = [any(leaf is gradient for leaf in jtu.tree_leaves(part)) for part in parts]
@@ -115,7 +114,7 @@ def _size(batch: Any, axis: int) -> int:
     sizes = {
         jtu.keystr(path): x.shape[axis]
         for path, x in jtu.tree_leaves_with_path(batch)
-        if _jaxprs.is_array(x) and -x.ndim <= axis < x.ndim
+        if jaxprs.is_array(x) and -x.ndim <= axis < x.ndim
     }
     if len(set(sizes.values())) > 1:
         raise ValueError(

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp import _flops
+from jaxpp import jaxprs
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 16))
 IMAGE, KERNEL = jnp.ones((2, 3, 10, 10)), jnp.ones((5, 3, 3, 3))
 
 
 def total(fun, *args):
-    return sum(_flops.flops(eqn) for eqn in jax.make_jaxpr(fun)(*args).eqns)
+    return sum(jaxprs.flops(eqn) for eqn in jax.make_jaxpr(fun)(*args).eqns)
 
 
 @pytest.mark.parametrize(
@@ -60,16 +60,16 @@ def test_flops_are_those_counted_by_hand(fun, args, flops):
 )
 def test_bytes_are_those_of_the_array(value, nbytes):
     jaxpr = jax.make_jaxpr(lambda x: x)(value)
-    assert _flops.nbytes(jaxpr.jaxpr.invars[0]) == nbytes
+    assert jaxprs.nbytes(jaxpr.jaxpr.invars[0]) == nbytes
 
 
 def test_balance_is_resolved():
     def mine(eqn):
         return 1.0
 
-    assert _flops.resolve("flops") is _flops.flops
-    assert _flops.resolve(mine) is mine
+    assert jaxprs.cost_function("flops") is jaxprs.flops
+    assert jaxprs.cost_function(mine) is mine
     with pytest.raises(
         ValueError, match="balance is 'flops', 'layers' or a function of an equation, got 3"
     ):
-        _flops.resolve(3)  # pyright: ignore[reportArgumentType]
+        jaxprs.cost_function(3)  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxpp._typing import Atom, Eqn, Literal, Var
+from jaxpp.jaxprs._typing import Atom, Eqn, Literal, Var
 
 # ---- calls --------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 import jax.extend.core as jex
 import jax.tree_util as jtu
 
-from jaxpp import _jaxprs
-from jaxpp._typing import Eqn, Var
+from jaxpp.jaxprs._arguments import is_array
+from jaxpp.jaxprs._equations import is_literal, variables
+from jaxpp.jaxprs._typing import Eqn, Var
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -22,20 +23,20 @@ class Leaf:
     dtype: Any
 
 
-def leaves(avals: Iterable[Any]) -> list[Leaf]:
+def leaves_of(avals: Iterable[Any]) -> list[Leaf]:
     """Numbers the arrays of some types."""
     return [Leaf(n, aval.shape, aval.dtype) for n, aval in enumerate(avals)]
 
 
-def numbered(tree: Any, avals: Iterable[Any] | None = None) -> Any:
+def number_leaves(tree: Any, avals: Iterable[Any] | None = None) -> Any:
     """Puts a `Leaf` in place of each array of a tree: of the types given, or of its own."""
     if avals is None:
-        avals = filter(_jaxprs.is_array, jtu.tree_leaves(tree))
-    found = iter(leaves(avals))
-    return jtu.tree_map(lambda x: next(found) if _jaxprs.is_array(x) else x, tree)
+        avals = filter(is_array, jtu.tree_leaves(tree))
+    found = iter(leaves_of(avals))
+    return jtu.tree_map(lambda x: next(found) if is_array(x) else x, tree)
 
 
-def numbers(tree: Any) -> list[int]:
+def leaf_numbers(tree: Any) -> list[int]:
     """Returns the numbers of the arrays of a tree."""
     return [leaf.number for leaf in jtu.tree_leaves(tree) if isinstance(leaf, Leaf)]
 
@@ -86,7 +87,7 @@ def next_values(
 
 def _score(argument: Any, part: Any, origins: Sequence[Collection[int]]) -> float:
     """Counts the leaves that are computed from their old values, by their shares in what is."""
-    pairs = zip(numbers(argument), numbers(part), strict=True)
+    pairs = zip(leaf_numbers(argument), leaf_numbers(part), strict=True)
     return sum(1 / len(origins[new]) for old, new in pairs if old in origins[new])
 
 
@@ -115,12 +116,11 @@ def origins(
     for eqn in jaxpr.eqns:
         if ends(eqn):
             continue
-        operands = [v for v in _jaxprs.variables(eqn.invars) if v in reached]
+        operands = [v for v in variables(eqn.invars) if v in reached]
         for out in eqn.outvars:
             alike = [reached[v] for v in operands if v.aval.shape == out.aval.shape]
             if alike:
                 reached[out] = frozenset().union(*alike)
     return [
-        frozenset() if _jaxprs.is_literal(v) else reached.get(v, frozenset())
-        for v in jaxpr.jaxpr.outvars
+        frozenset() if is_literal(v) else reached.get(v, frozenset()) for v in jaxpr.jaxpr.outvars
     ]

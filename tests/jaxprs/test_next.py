@@ -3,16 +3,16 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxpp import _next
+from jaxpp import jaxprs
 
 A, B = jnp.zeros(2), jnp.zeros(3)
 
 
 def paired(arguments, result, origins=None):
     """By the number of each argument, the numbers of the arrays that are its next value."""
-    trees = dict(enumerate(_next.numbered(arguments)))
-    found = _next.next_values(trees, _next.numbered(result), origins)
-    return {key: _next.numbers(part) for key, part in found.items()}
+    trees = dict(enumerate(jaxprs.number_leaves(arguments)))
+    found = jaxprs.next_values(trees, jaxprs.number_leaves(result), origins)
+    return {key: jaxprs.leaf_numbers(part) for key, part in found.items()}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ this an operation's sharding rule (openxla.org/shardy, "Sharding propagation").
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpp import _primitives
+from jaxpp.jaxprs import primitives
 
 #: For each operand and each of its dimensions, the same dimension of the results, which they share.
 #: A number past these is for a dimension that operands alone have, the same where they share it: it
@@ -106,8 +106,8 @@ _REDUCTIONS = """
 """.split()
 
 RULES: dict[str, Callable[[Any, list[tuple[int, ...]]], Found]] = {
-    **dict.fromkeys(_primitives.ELEMENTWISE | _primitives.CONVERGING, _aligned),
-    **dict.fromkeys([*_primitives.HANDS_ON, *_ALIGNED], _aligned),
+    **dict.fromkeys(primitives.ELEMENTWISE | primitives.CONVERGING, _aligned),
+    **dict.fromkeys([*primitives.HANDS_ON, *_ALIGNED], _aligned),
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_REDUCTIONS, _reduction),
     "broadcast_in_dim": _broadcast,

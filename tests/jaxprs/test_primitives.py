@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpp import _jaxprs, _primitives
+from jaxpp import jaxprs
+from jaxpp.jaxprs import primitives
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 MASK = np.arange(6).reshape(2, 3) % 2 == 0
@@ -61,11 +62,11 @@ KEEPS_ZEROS = {
 
 
 def flat(fun, args):
-    return _jaxprs.inline(_jaxprs.trace(fun, args).jaxpr, lambda e: True)
+    return jaxprs.inline(jaxprs.trace(fun, args).jaxpr, lambda e: True)
 
 
 def test_every_name_is_that_of_a_primitive():
-    tables = [v for k, v in vars(_primitives).items() if k.isupper() and not k.startswith("_")]
+    tables = [v for k, v in vars(primitives).items() if k.isupper() and not k.startswith("_")]
     importlib.import_module("jaxpp.transforms")  # jaxpp's own primitives are made by its import
     gc.unfreeze()
     known = {o.name for o in gc.get_objects() if isinstance(o, jex.Primitive)}
@@ -184,7 +185,7 @@ def test_what_is_taken_for_elementwise_is(name):
 
 
 def test_every_elementwise_primitive_is_checked():
-    assert {*CASES, *UNSEEN} == _primitives.ELEMENTWISE
+    assert {*CASES, *UNSEEN} == primitives.ELEMENTWISE
 
 
 @pytest.mark.parametrize("fun", [lax.cumsum, lax.sort, lambda x: lax.rev(x, (0,)), jnp.cumsum])
@@ -223,14 +224,14 @@ def test_what_is_said_to_move_data_does(name):
 
 
 def test_every_move_is_checked():
-    assert set(REORDERS) == _primitives.REORDERS
-    assert set(MOVES) == _primitives.MOVES
+    assert set(REORDERS) == primitives.REORDERS
+    assert set(MOVES) == primitives.MOVES
 
 
 # ---- sums ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(_primitives.EXTREMES))
+@pytest.mark.parametrize("name", sorted(primitives.EXTREMES))
 def test_extremes_are_taken_in_any_order(name):
     fun, kinds = CASES[name]
     rng = np.random.default_rng(0)
@@ -246,7 +247,7 @@ def test_zeros_are_kept_whatever_the_other_operands_are(name):
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == name.removesuffix("_second")]
     given = jaxpr.jaxpr.invars[-1:] if "second" in name else jaxpr.jaxpr.invars
     zero = [any(v is x for x in given) for v in eqn.invars]
-    assert _primitives.keeps_zeros(eqn, zero)
+    assert primitives.keeps_zeros(eqn, zero)
     args = [jnp.zeros(s) for s in shapes]
     assert not np.any(fun(*args)) and np.any(
         fun(*(jnp.asarray(rng.normal(size=s)) for s in shapes))
@@ -256,20 +257,20 @@ def test_zeros_are_kept_whatever_the_other_operands_are(name):
 def test_every_primitive_that_keeps_zeros_is_checked():
     # These do nothing to the values.
     same = {"add_any", "name", "sharding_constraint", "real", "imag", "optimization_barrier"}
-    known = {*_primitives.KEEPS_ZEROS, *_primitives.PRODUCTS} - same
+    known = {*primitives.KEEPS_ZEROS, *primitives.PRODUCTS} - same
     assert {name.removesuffix("_second") for name in KEEPS_ZEROS} == known
 
 
 @pytest.mark.parametrize("fun", [jnp.exp, jnp.cos, lax.sort, lambda x: 1.0 / x])
 def test_what_may_not_keep_zeros_is_not_taken_for_it(fun):
     (eqn,) = flat(fun, [jnp.ones(3)]).eqns
-    assert not _primitives.keeps_zeros(eqn, [not _jaxprs.is_literal(v) for v in eqn.invars])
+    assert not primitives.keeps_zeros(eqn, [not jaxprs.is_literal(v) for v in eqn.invars])
 
 
 @pytest.mark.parametrize(("fun", "kept"), [(lax.mul, True), (lax.add, False), (lax.sub, False)])
 def test_one_operand_of_zeros_makes_zeros_of_a_product_alone(fun, kept):
     (eqn,) = flat(fun, [jnp.ones(3), jnp.ones(3)]).eqns
-    assert [_primitives.keeps_zeros(eqn, z) for z in ((True, False), (False, True))] == [kept] * 2
+    assert [primitives.keeps_zeros(eqn, z) for z in ((True, False), (False, True))] == [kept] * 2
 
 
 def test_zeros_are_seen_through_moves_and_casts():
@@ -277,4 +278,4 @@ def test_zeros_are_seen_through_moves_and_casts():
         lambda x: (jnp.zeros((2, 3), jnp.bfloat16).T[1:], jnp.ones((2, 3)), x), [jnp.ones(3)]
     )
     maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    assert [_primitives.is_zero(v, maker) for v in jaxpr.jaxpr.outvars] == [True, False, False]
+    assert [primitives.is_zero(v, maker) for v in jaxpr.jaxpr.outvars] == [True, False, False]

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxpp import _jaxprs, _primitives
-from jaxpp._typing import Eqn
+from jaxpp.jaxprs import primitives
+from jaxpp.jaxprs._equations import sub_jaxprs
+from jaxpp.jaxprs._typing import Eqn
 
 Cost = Callable[[Eqn], float]
 
@@ -43,17 +44,17 @@ def flops(eqn: Eqn) -> float:
         return eqn.params["length"] * _body_flops(eqn)
     if name == "cond":
         return max(sum(map(flops, b.eqns)) for b in eqn.params["branches"])
-    if any(True for _ in _jaxprs.sub_jaxprs(eqn)):
+    if any(True for _ in sub_jaxprs(eqn)):
         return _body_flops(eqn)
     if name.startswith(("reduce_", "arg", "cum")):
         return float(sum(a.size for a in operands if hasattr(a, "size")))
-    if name in _primitives.FREE:
+    if name in primitives.FREE:
         return 0.0
     return float(sum(a.size for a in results if hasattr(a, "size")))
 
 
 def _body_flops(eqn) -> float:
-    return float(sum(flops(e) for sub in _jaxprs.sub_jaxprs(eqn) for e in sub.eqns))
+    return float(sum(flops(e) for sub in sub_jaxprs(eqn) for e in sub.eqns))
 
 
 def nbytes(var) -> int:
@@ -65,7 +66,7 @@ def nbytes(var) -> int:
     return int(math.prod(aval.shape)) * itemsize
 
 
-def resolve(balance: str | Cost) -> Cost:
+def cost_function(balance: str | Cost) -> Cost:
     """Finds the cost function that `balance` names, or is itself; layers are balanced by flops."""
     if balance in ("flops", "layers"):
         return flops

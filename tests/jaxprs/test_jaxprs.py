@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental import sparse
 
-from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp import _compat, jaxprs
+from jaxpp.jaxprs import primitives
 from tests.helpers import assert_close
 
 X = jax.random.normal(jax.random.key(0), (3, 4))
@@ -20,7 +21,7 @@ def names(jaxpr):
 
 
 def traced(fun, *args):
-    return _jaxprs.trace(fun, args).jaxpr
+    return jaxprs.trace(fun, args).jaxpr
 
 
 # ---- tracing ------------------------------------------------------------------------------------
@@ -32,8 +33,8 @@ def mixed(tree, scale, *, name):
 
 def test_a_traced_function_is_rebuilt_from_its_outputs():
     args, kwargs = ({"x": X, "tag": "t"}, 3), {"name": "mine"}
-    t = _jaxprs.trace(mixed, args, kwargs)
-    got = t.rebuild(_jaxprs.run(t.jaxpr, *t.inputs))
+    t = jaxprs.trace(mixed, args, kwargs)
+    got = t.rebuild(jaxprs.run(t.jaxpr, *t.inputs))
     want = mixed(*args, **kwargs)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert (got["name"], got["none"], got["f"]) == ("mine", None, jnp.tanh)
@@ -42,27 +43,27 @@ def test_a_traced_function_is_rebuilt_from_its_outputs():
 
 
 def test_output_paths_are_those_of_the_arrays():
-    t = _jaxprs.trace(mixed, ({"x": X}, 3), {"name": "mine"})
+    t = jaxprs.trace(mixed, ({"x": X}, 3), {"name": "mine"})
     assert t.output_paths() == ["['n']", "['y']"]
 
 
 def test_what_a_function_closes_over_comes_first():
     closed = jnp.full((3, 4), 2.0)
-    t = _jaxprs.trace(lambda x: x * closed, (X,))
+    t = jaxprs.trace(lambda x: x * closed, (X,))
     assert t.num_closed_over == len(t.inputs) - 1
     assert t.inputs[-1] is X
-    np.testing.assert_array_equal(_jaxprs.run(t.jaxpr, *t.inputs)[0], X * closed)
+    np.testing.assert_array_equal(jaxprs.run(t.jaxpr, *t.inputs)[0], X * closed)
 
 
 def test_shapes_stand_for_arrays():
-    t = _jaxprs.trace(jnp.tanh, (jax.ShapeDtypeStruct((3, 4), jnp.float32),))
+    t = jaxprs.trace(jnp.tanh, (jax.ShapeDtypeStruct((3, 4), jnp.float32),))
     assert t.jaxpr.in_avals[0].shape == (3, 4)
 
 
 def test_a_traced_function_differentiates_through_closures():
     def outer(w):
-        t = _jaxprs.trace(lambda x: jnp.tanh(x @ w).sum(), (X,))
-        return t.rebuild(_jaxprs.run(t.jaxpr, *t.inputs))
+        t = jaxprs.trace(lambda x: jnp.tanh(x @ w).sum(), (X,))
+        return t.rebuild(jaxprs.run(t.jaxpr, *t.inputs))
 
     want = jax.grad(lambda w: jnp.tanh(X @ w).sum())(W)
     np.testing.assert_allclose(jax.grad(outer)(W), want, rtol=1e-6)
@@ -76,7 +77,7 @@ def test_a_traced_function_differentiates_through_closures():
     ],
 )  # fmt: skip
 def test_arrays_are_told_from_static_leaves(leaf, is_array):
-    assert _jaxprs.is_array(leaf) is is_array
+    assert jaxprs.is_array(leaf) is is_array
 
 
 # ---- calls --------------------------------------------------------------------------------------
@@ -102,27 +103,27 @@ def test_inlined_calls_compute_the_same():
     jaxpr = traced(calls, X, W)
     for wanted in (
         lambda e: True,
-        lambda e: e.primitive.name not in _primitives.CUSTOM_RULES,
-        lambda e: e.primitive.name in _primitives.CHECKPOINTS,
+        lambda e: e.primitive.name not in primitives.CUSTOM_RULES,
+        lambda e: e.primitive.name in primitives.CHECKPOINTS,
         lambda e: False,
     ):
-        flat = _jaxprs.inline(jaxpr, wanted)
-        assert_close(_jaxprs.run(flat, X, W), _jaxprs.run(jaxpr, X, W), rtol=1e-6, atol=0)
-        assert not any(wanted(e) for e in flat.eqns if _jaxprs.called_jaxpr(e) is not None)
+        flat = jaxprs.inline(jaxpr, wanted)
+        assert_close(jaxprs.run(flat, X, W), jaxprs.run(jaxpr, X, W), rtol=1e-6, atol=0)
+        assert not any(wanted(e) for e in flat.eqns if jaxprs.called_jaxpr(e) is not None)
 
 
 def test_inlining_keeps_the_names_of_scopes():
-    flat = _jaxprs.inline(traced(calls, X, W), lambda e: True)
+    flat = jaxprs.inline(traced(calls, X, W), lambda e: True)
     (product,) = [e for e in flat.eqns if e.primitive.name == "dot_general"]
     assert str(product.source_info.name_stack).startswith("outer")
 
 
 def test_inlining_twice_the_same_call_gives_each_its_own_variables():
     jaxpr = traced(lambda x: jax.jit(jnp.sin)(jax.jit(jnp.sin)(x)), X)
-    flat = _jaxprs.inline(jaxpr, lambda e: True)
+    flat = jaxprs.inline(jaxpr, lambda e: True)
     made = [v for e in flat.eqns for v in e.outvars]
     assert len(made) == len(set(made)) == 2
-    np.testing.assert_array_equal(_jaxprs.run(flat, X)[0], jnp.sin(jnp.sin(X)))
+    np.testing.assert_array_equal(jaxprs.run(flat, X)[0], jnp.sin(jnp.sin(X)))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_inlining_twice_the_same_call_gives_each_its_own_variables():
 )
 def test_calls_have_a_body(fun, is_call):
     eqn = traced(fun, X).eqns[-1]
-    assert (_jaxprs.called_jaxpr(eqn) is not None) is is_call
+    assert (jaxprs.called_jaxpr(eqn) is not None) is is_call
 
 
 def test_contains_looks_inside_everything():
@@ -150,8 +151,8 @@ def test_contains_looks_inside_everything():
 
     (eqn,) = traced(fun, X).eqns
     for name in ("scan", "cond", "sin", "cos"):
-        assert _jaxprs.contains(eqn, lambda e, name=name: e.primitive.name == name)
-    assert not _jaxprs.contains(eqn, lambda e: e.primitive.name == "tanh")
+        assert jaxprs.contains(eqn, lambda e, name=name: e.primitive.name == name)
+    assert not jaxprs.contains(eqn, lambda e: e.primitive.name == "tanh")
 
 
 # ---- slices -------------------------------------------------------------------------------------
@@ -160,12 +161,12 @@ def test_contains_looks_inside_everything():
 def test_a_part_reads_what_it_does_not_make():
     jaxpr = traced(lambda x, w: (jnp.tanh(jnp.sin(x) @ w), x), X, W)
     x, w = jaxpr.jaxpr.invars
-    first = _jaxprs.part(jaxpr.eqns[:1], [jaxpr.eqns[0].outvars[0], w])
+    first = jaxprs.part(jaxpr.eqns[:1], [jaxpr.eqns[0].outvars[0], w])
     assert first.inputs == (x, w)
-    rest = _jaxprs.part(jaxpr.eqns[1:], jaxpr.jaxpr.outvars)
+    rest = jaxprs.part(jaxpr.eqns[1:], jaxpr.jaxpr.outvars)
     assert set(rest.inputs) == {jaxpr.eqns[0].outvars[0], w, x}
-    values = dict(zip(first.outputs, _jaxprs.run(first.jaxpr, X, W), strict=True)) | {x: X}
-    got = _jaxprs.run(rest.jaxpr, *(values[v] for v in rest.inputs))
+    values = dict(zip(first.outputs, jaxprs.run(first.jaxpr, X, W), strict=True)) | {x: X}
+    got = jaxprs.run(rest.jaxpr, *(values[v] for v in rest.inputs))
     np.testing.assert_allclose(got[0], jnp.tanh(jnp.sin(X) @ W), rtol=1e-6)
 
 
@@ -179,11 +180,11 @@ def test_ancestors_and_descendants():
     a, b = jaxpr.jaxpr.outvars
     needed = [
         e.primitive.name
-        for e, k in zip(jaxpr.eqns, _jaxprs.ancestors(jaxpr.eqns, [a]), strict=True)
+        for e, k in zip(jaxpr.eqns, jaxprs.ancestors(jaxpr.eqns, [a]), strict=True)
         if k
     ]
     assert needed == ["sin", "tanh"]
-    reached = _jaxprs.descendants(jaxpr.eqns, [jaxpr.jaxpr.invars[1]])
+    reached = jaxprs.descendants(jaxpr.eqns, [jaxpr.jaxpr.invars[1]])
     assert b in reached and a not in reached
 
 
@@ -193,10 +194,10 @@ def test_equations_with_effects_are_always_needed():
         return jnp.sin(x), jnp.cos(x)
 
     jaxpr = traced(fun, X)
-    keep = _jaxprs.ancestors(jaxpr.eqns, [])
+    keep = jaxprs.ancestors(jaxpr.eqns, [])
     kept = [e for e, k in zip(jaxpr.eqns, keep, strict=True) if k]
     assert any(e.effects for e in kept) and "sin" not in [e.primitive.name for e in kept]
-    assert _jaxprs.part(jaxpr.eqns, []).jaxpr.effects
+    assert jaxprs.part(jaxpr.eqns, []).jaxpr.effects
 
 
 def test_a_rule_says_what_takes_the_place_of_an_equation():
@@ -206,41 +207,41 @@ def test_a_rule_says_what_takes_the_place_of_an_equation():
         return jnp.sin(jax.lax.stop_gradient(jnp.cos(x) * scale) + jnp.tanh(x)), jnp.exp(scale)
 
     def rule(eqn):
-        one = _jaxprs.literal(1.0, eqn.outvars[0].aval)
+        one = jaxprs.literal(1.0, eqn.outvars[0].aval)
         return {
             "sin": lambda: ([], eqn.invars),
-            "cos": lambda: _jaxprs.record(lambda x: 2 * x, eqn.invars, eqn),
+            "cos": lambda: jaxprs.record(lambda x: 2 * x, eqn.invars, eqn),
             "exp": lambda: ([], [one]),
         }.get(eqn.primitive.name, lambda: None)()
 
-    jaxpr, known = traced(fun, X, jnp.float32(2)), _jaxprs.Substitution()
+    jaxpr, known = traced(fun, X, jnp.float32(2)), jaxprs.Substitution()
     scale = jaxpr.jaxpr.invars[1]
-    known.of[scale] = _jaxprs.literal(3.0, scale.aval)
-    new = _jaxprs.rewrite(jaxpr, rule, known)
+    known.of[scale] = jaxprs.literal(3.0, scale.aval)
+    new = jaxprs.rewrite(jaxpr, rule, known)
     assert len(new.jaxpr.invars) == 1
     assert set(names(jaxpr)) - {"sin", "cos", "exp"} == set(names(new))
-    assert_close(_jaxprs.run(new, X), [2 * X * 3 + jnp.tanh(X), jnp.float32(1)])
-    same = _jaxprs.rewrite(jaxpr, lambda eqn: None)
-    assert _jaxprs.structure(same) == _jaxprs.structure(jaxpr)
+    assert_close(jaxprs.run(new, X), [2 * X * 3 + jnp.tanh(X), jnp.float32(1)])
+    same = jaxprs.rewrite(jaxpr, lambda eqn: None)
+    assert jaxprs.structure(same) == jaxprs.structure(jaxpr)
 
 
 def test_outputs_of_their_own_are_no_inputs_literals_or_the_same_twice():
     jaxpr = traced(lambda x, y: (x, y, y + 1, y.max()), X, X)
-    two = _jaxprs.literal_of(np.float32(2))
+    two = jaxprs.literal_of(np.float32(2))
     stand = {"add": jaxpr.jaxpr.invars[0], "reduce_max": two}
-    whole = _jaxprs.rewrite(jaxpr, lambda eqn: ([], [stand[eqn.primitive.name]]))
-    new = _jaxprs.own_outputs(whole, whole.jaxpr.invars[:1])
-    outvars = _jaxprs.variables(new.jaxpr.outvars)
+    whole = jaxprs.rewrite(jaxpr, lambda eqn: ([], [stand[eqn.primitive.name]]))
+    new = jaxprs.with_separate_outputs(whole, whole.jaxpr.invars[:1])
+    outvars = jaxprs.variables(new.jaxpr.outvars)
     assert len({*outvars}) == 4 and new.jaxpr.invars[0] not in outvars
     assert outvars[1] is new.jaxpr.invars[1]
-    assert_close(_jaxprs.run(new, X, W[:3]), [X, W[:3], X, jnp.float32(2)])
+    assert_close(jaxprs.run(new, X, W[:3]), [X, W[:3], X, jnp.float32(2)])
 
 
 def test_a_substitution_leaves_the_rest():
     jaxpr = traced(lambda x: x + 1.0, X)
     (eqn,), (x,) = jaxpr.eqns, jaxpr.jaxpr.invars
-    new = _jaxprs.fresh_var(x)
-    renamed = _jaxprs.Substitution([(x, new)]).rename(eqn)
+    new = jaxprs.fresh_var(x)
+    renamed = jaxprs.Substitution([(x, new)]).rename(eqn)
     assert renamed.invars[0] is new and renamed.invars[1] is eqn.invars[1]
     assert new is not x and new.aval == x.aval
 
@@ -281,7 +282,7 @@ PROGRAMS = {
 
 def structure_of(name):
     fun, x = PROGRAMS[name]
-    return _jaxprs.structure(jax.make_jaxpr(fun)(x))
+    return jaxprs.structure(jax.make_jaxpr(fun)(x))
 
 
 def test_different_programs_have_different_structures():
@@ -311,7 +312,7 @@ def test_names_and_lines_do_not_count():
         fun.__name__ = name
         return fun
 
-    assert _jaxprs.structure(traced(first, X)) == _jaxprs.structure(traced(second, X))
+    assert jaxprs.structure(traced(first, X)) == jaxprs.structure(traced(second, X))
 
 
 def test_keys_and_random_bits_have_a_structure():
@@ -319,20 +320,20 @@ def test_keys_and_random_bits_have_a_structure():
         return jax.random.normal(key, (2,))
 
     key = jax.random.key(0)
-    assert _jaxprs.structure(traced(fun, key)) == _jaxprs.structure(traced(fun, key))
+    assert jaxprs.structure(traced(fun, key)) == jaxprs.structure(traced(fun, key))
     other = jax.random.key(0, impl="rbg")
-    assert _jaxprs.structure(traced(fun, key)) != _jaxprs.structure(traced(fun, other))
+    assert jaxprs.structure(traced(fun, key)) != jaxprs.structure(traced(fun, other))
 
 
 def test_equinox_models_of_one_shape_have_one_structure():
     layers = [eqx.nn.Linear(4, 4, key=k) for k in jax.random.split(jax.random.key(2), 2)]
-    first, second = (_jaxprs.structure(traced(lambda m, x: jax.vmap(m)(x), m, X)) for m in layers)
+    first, second = (jaxprs.structure(traced(lambda m, x: jax.vmap(m)(x), m, X)) for m in layers)
     assert first == second
 
 
 def test_literals_are_told_from_variables():
     jaxpr = traced(lambda x: x + 1.0, X)
-    assert [_jaxprs.is_literal(v) for v in jaxpr.eqns[0].invars] == [False, True]
+    assert [jaxprs.is_literal(v) for v in jaxpr.eqns[0].invars] == [False, True]
     assert isinstance(jaxpr, jex.ClosedJaxpr)
     assert not _compat.constants_of(jaxpr)
 
@@ -345,10 +346,10 @@ def test_jaxprs_that_have_names_among_the_parameters_keep_them():
             lambda x: matrix @ x, b, lambda _, y: jnp.linalg.inv(matrix) @ y, symmetric=True
         )
 
-    whole = _jaxprs.trace(solve, (jnp.ones(2),))
+    whole = jaxprs.trace(solve, (jnp.ones(2),))
     (eqn,) = (e for e in whole.jaxpr.eqns if e.primitive.name == "custom_linear_solve")
     seen = []
-    new = _jaxprs.map_jaxprs(eqn, lambda closed: seen.append(closed) or closed)
+    new = jaxprs.map_jaxprs(eqn, lambda closed: seen.append(closed) or closed)
     assert len(seen) == 4  # the product and the solution, and both transposed
     assert type(new.params["jaxprs"]) is type(eqn.params["jaxprs"])
     flat = _compat.make_closed_jaxpr(
@@ -356,5 +357,5 @@ def test_jaxprs_that_have_names_among_the_parameters_keep_them():
         whole.jaxpr.jaxpr.outvars,
         [new if e is eqn else e for e in whole.jaxpr.eqns],
     )
-    (made,) = _jaxprs.run(flat, *whole.inputs)
+    (made,) = jaxprs.run(flat, *whole.inputs)
     np.testing.assert_array_equal(made, solve(jnp.ones(2)))

@@ -12,14 +12,18 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Aval, Eqn, Literal
+from jaxpp import _compat
+from jaxpp.jaxprs._equations import fresh_var, is_array_literal, is_key, is_literal, literal_of
+from jaxpp.jaxprs._parts import Part
+from jaxpp.jaxprs._rewrite import splice
+from jaxpp.jaxprs._same import structure
+from jaxpp.jaxprs._typing import Aval, Eqn, Literal
 
 #: The place of a number: its equation, and its operand.
 _Place = tuple[int, int]
 
 
-def lift_differing(parts: Sequence[_jaxprs.Part]) -> list[tuple[_jaxprs.Part, tuple[Literal, ...]]]:
+def lift_differing(parts: Sequence[Part]) -> list[tuple[Part, tuple[Literal, ...]]]:
     """Turns the numbers in which parts differ from others into the last inputs of each.
 
     Returns:
@@ -32,8 +36,8 @@ def lift_differing(parts: Sequence[_jaxprs.Part]) -> list[tuple[_jaxprs.Part, tu
     groups: dict[Hashable, list[int]] = {}
     for n, (jaxpr, own) in enumerate(zip(opened, found, strict=True)):
         if sizes[n] in several:
-            groups.setdefault(_jaxprs.structure(_lift(jaxpr, own)), []).append(n)
-    lifted: list[tuple[_jaxprs.Part, tuple[Literal, ...]]] = [(part, ()) for part in parts]
+            groups.setdefault(structure(_lift(jaxpr, own)), []).append(n)
+    lifted: list[tuple[Part, tuple[Literal, ...]]] = [(part, ()) for part in parts]
     for members in groups.values():
         values = zip(*(found[n].values() for n in members), strict=True)
         differ = [len({int(literal.val) for literal in own}) > 1 for own in values]
@@ -47,7 +51,7 @@ def lift_differing(parts: Sequence[_jaxprs.Part]) -> list[tuple[_jaxprs.Part, tu
 def without_numbers(jaxpr: jex.ClosedJaxpr) -> Hashable:
     """Makes a key that is equal for jaxprs which differ in such numbers alone."""
     opened = _with_start_operands(jaxpr)
-    return _jaxprs.structure(_lift(opened, _numbers(opened)))
+    return structure(_lift(opened, _numbers(opened)))
 
 
 def with_start_operands(eqn: Eqn) -> Eqn:
@@ -56,8 +60,8 @@ def with_start_operands(eqn: Eqn) -> Eqn:
         return eqn
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     sizes = [limit - start for start, limit in zip(starts, limits, strict=True)]
-    literals = [_jaxprs.literal_of(np.uint32(start)) for start in starts]
-    (dynamic,) = _jaxprs.splice(
+    literals = [literal_of(np.uint32(start)) for start in starts]
+    (dynamic,) = splice(
         lambda x, *at: jax.lax.dynamic_slice(x, at, sizes),
         [eqn.invars[0], *literals],
         eqn.outvars,
@@ -78,7 +82,7 @@ def _numbers(jaxpr: jex.ClosedJaxpr) -> dict[_Place, Literal]:
         for i, eqn in enumerate(jaxpr.eqns)
         if _is_whole(eqn)
         for n, v in enumerate(eqn.invars)
-        if _jaxprs.is_literal(v) and not _jaxprs.is_array_literal(v)
+        if is_literal(v) and not is_array_literal(v)
     }
 
 
@@ -89,14 +93,14 @@ def _is_whole(eqn: Eqn) -> bool:
         dtype = getattr(aval, "dtype", None)  # a token has none
         if dtype is None or getattr(dtype, "kind", "") == "f":
             return False
-        return jnp.issubdtype(dtype, jnp.integer) or _jaxprs.is_key(aval)
+        return jnp.issubdtype(dtype, jnp.integer) or is_key(aval)
 
     return all(is_number(v.aval) for v in (*eqn.outvars, *eqn.invars))
 
 
 def _lift(jaxpr: jex.ClosedJaxpr, numbers: Mapping[_Place, Literal]) -> jex.ClosedJaxpr:
     """Turns some numbers, by their places, into the last inputs of a jaxpr."""
-    variables = {place: _jaxprs.fresh_var(literal) for place, literal in numbers.items()}
+    variables = {place: fresh_var(literal) for place, literal in numbers.items()}
     eqns = [
         e.replace(invars=[variables.get((i, n), v) for n, v in enumerate(e.invars)])
         for i, e in enumerate(jaxpr.eqns)

@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax.extend.core as jex
 
-from jaxpp import _jaxprs
-from jaxpp._typing import Atom, Eqn, Var
+from jaxpp.jaxprs._equations import is_literal, variables
+from jaxpp.jaxprs._typing import Atom, Eqn, Var
 
 
 class Ordered(Protocol):
@@ -48,8 +48,8 @@ class Flow:
         more: Callable[[Eqn], Iterable[Var]] = lambda eqn: (),
     ):
         self.eqns = eqns
-        self.reads = [[*_jaxprs.variables(e.invars), *dict.fromkeys(more(e))] for e in eqns]
-        self._outputs = _jaxprs.variables(outputs)
+        self.reads = [[*variables(e.invars), *dict.fromkeys(more(e))] for e in eqns]
+        self._outputs = variables(outputs)
 
     @functools.cached_property
     def maker(self) -> dict[Var, int]:
@@ -67,7 +67,7 @@ class Flow:
 
     def maker_of(self, atom: Atom) -> int | None:
         """Returns the number of the equation that makes an atom; None where none does."""
-        return None if _jaxprs.is_literal(atom) else self.maker.get(atom)
+        return None if is_literal(atom) else self.maker.get(atom)
 
     def down(
         self,

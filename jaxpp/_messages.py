@@ -1,0 +1,77 @@
+"""What users are told: warnings at their own line, extras that are missing, tables in notebooks."""
+
+import html
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+#: The packages whose functions lie between the user's line and the place that warns.
+_BETWEEN = frozenset({"contextlib", "equinox", "jax", "jaxpp"})
+
+
+def warn(message: str) -> None:
+    """Warns at the innermost line that is neither jaxpp's nor of a library that calls it.
+
+    Args:
+        message: what the user should know; the text begins with the name of the function.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def is_called_by_jaxpp() -> bool:
+    """Tells whether a function of jaxpp, further out than the caller's object, is under way."""
+    frame = sys._getframe(1)
+    module = frame.f_globals.get("__name__", "")
+    caller: Any = frame
+    while caller is not None and caller.f_globals.get("__name__", "") in (module, __name__):
+        caller = caller.f_back
+    while caller is not None:
+        if caller.f_globals.get("__name__", "").partition(".")[0] == "jaxpp":
+            return True
+        caller = caller.f_back
+    return False
+
+
+def _is_between(module: str) -> bool:
+    return module.partition(".")[0] in _BETWEEN
+
+
+def need(extra: str, purpose: str, *modules: str) -> None:
+    """Checks that what an extra installs is there, without importing it.
+
+    Args:
+        extra: the extra of this package that installs the modules.
+        purpose: what needs them, for the error.
+        modules: names of top-level modules.
+
+    Raises:
+        ModuleNotFoundError: if one of them is not installed.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"{purpose} needs {' and '.join(missing)}, not installed here; install the extra "
+            f"`{extra}`: pip install 'jaxpp[{extra}]'.",
+            name=missing[0],
+        )
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+    r"""Writes a table, and a note under it.
+
+    >>> html_table(["rank"], [["1\n<2>"]])
+    '<table><tr><th>rank</th></tr>\n<tr><td>1<br/>&lt;2&gt;</td></tr></table>'
+    """
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        texts = (html.escape(cell).replace("\n", "<br/>") for cell in cells)
+        return "<tr>" + "".join(f"<{tag}>{text}</{tag}>" for text in texts) + "</tr>"
+
+    lines = [row(header, "th"), *(row(cells, "td") for cells in rows)]
+    text = "\n".join(lines)
+    return f"<table>{text}</table>" + (f"<p>{html.escape(note)}</p>" if note else "")
