@@ -46,7 +46,12 @@ def measure(trees: list[str], place: str, case: str) -> list[list[float]]:
         environment = {**os.environ, "PYTHONPATH": tree}
         workers.append(
             subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd=tree,  # in which the workers look for modules
             )
         )
     found: list[list[list[float]]] = [[] for _ in workers]

@@ -1,4 +1,8 @@
-"""Arrays of ranks: where they are, their types, and the handles that stand for them."""
+"""Arrays of ranks: where they are, their types, and the handles that stand for them.
+
+_homes: the devices of a rank. _types: the type of an array, and the way from shards to bytes and
+back. _handle: a leaf that stands for an array. _stacked: an array in rows. _steps: steps over such.
+"""
 
 from jaxpp.runtime.arrays._handle import ArrayHandle as ArrayHandle
 from jaxpp.runtime.arrays._handle import HandleSharding as HandleSharding

@@ -120,12 +120,6 @@ def default_device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
-def on_device(device: Any, aval: Any) -> Any:
-    """Returns the place of an array of a type on a device: in the memory that the type names."""
-    kind = _compat.memory_kind(aval)
-    return device if kind is None else sharding_in(device, (), kind)
-
-
 def devices_of(home: Home) -> tuple[Any, ...]:
     """Returns the devices of a home, in the order of its axes."""
     return tuple(home.devices.flat) if isinstance(home, Mesh) else (home,)

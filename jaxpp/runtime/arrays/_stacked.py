@@ -14,7 +14,7 @@ from jaxpp import _compat
 from jaxpp._specs import type_of
 from jaxpp.jaxprs import without_mesh
 from jaxpp.runtime.arrays._handle import ArrayHandle, HandleSharding
-from jaxpp.runtime.arrays._homes import default_device, on_device
+from jaxpp.runtime.arrays._homes import default_device, sharding_in
 
 Tree = TypeVar("Tree")
 #: The first row of each part of an array, and the number of all rows at the end: `(0, 2, 4)`.
@@ -82,35 +82,22 @@ class StackedArray(ArrayHandle):
     is_fully_replicated = False  # pyright: ignore
 
     def __init__(self, parts: Sequence[jax.Array]):
-        self._parts = tuple(parts)
-        self._bounds = (0, *itertools.accumulate(p.shape[0] for p in self._parts))
-        first: Any = self._parts[0]
-        self._aval = type_of(first.aval, (self._bounds[-1], *first.shape[1:]))
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The parts, in order: arrays of this process, or `RemoteArray`s."""
-        return self._parts
-
-    @property
-    def bounds(self) -> Bounds:
-        """The start of each part along the first axis, and the size of that axis at the end."""
-        return self._bounds
-
-    @property
-    def is_remote(self) -> bool:
-        """Tells whether some parts are in other processes."""
-        return any(not p.is_fully_addressable for p in self._parts)
+        #: The parts, in order: arrays of this process, or `RemoteArray`s.
+        self.parts: tuple[Any, ...] = tuple(parts)
+        #: The start of each part along the first axis, and the size of that axis at the end.
+        self.bounds: Bounds = (0, *itertools.accumulate(p.shape[0] for p in self.parts))
+        first = self.parts[0]
+        self._aval = type_of(first.aval, (self.bounds[-1], *first.shape[1:]))
 
     @property
     def sharding(self) -> Any:
         """The place of the array, as a `StackedSharding`."""
-        return StackedSharding(self._bounds, tuple(p.sharding for p in self._parts))
+        return StackedSharding(self.bounds, tuple(p.sharding for p in self.parts))
 
     @property
     def is_fully_addressable(self) -> bool:
         """Tells whether this process holds the whole array."""
-        return not self.is_remote
+        return all(p.is_fully_addressable for p in self.parts)
 
     def devices(self) -> set[Any]:
         """Returns the devices of this process that hold a part."""
@@ -118,15 +105,15 @@ class StackedArray(ArrayHandle):
 
     def is_deleted(self) -> bool:
         """Tells whether a part is gone: a call has consumed it, or `delete` has been called."""
-        return any(p.is_deleted() for p in self._parts)
+        return any(p.is_deleted() for p in self.parts)
 
     @property
     def why_deleted(self) -> str:
         """The reason why a part is gone, as the end of a sentence; empty if not known."""
-        return next((why for p in self._parts if (why := getattr(p, "why_deleted", ""))), "")
+        return next((why for p in self.parts if (why := getattr(p, "why_deleted", ""))), "")
 
     def __repr__(self):
-        rows = ", ".join(f"{a}:{b}" for a, b in itertools.pairwise(self._bounds))
+        rows = ", ".join(f"{a}:{b}" for a, b in itertools.pairwise(self.bounds))
         gone = "deleted, " if self.is_deleted() else ""
         kind = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
         return f"StackedArray({kind} {gone}in rows {rows})"
@@ -137,44 +124,48 @@ class StackedArray(ArrayHandle):
 
     def copy_to_host_async(self) -> None:
         """Asks early for the value of each part; values on ranks then come in one fetch."""
-        for part in self._parts:
+        for part in self.parts:
             part.copy_to_host_async()
 
     def block_until_ready(self) -> "StackedArray":
         """Waits until the value is there; raises the error of the step that was to make it."""
-        for part in self._parts:
+        for part in self.parts:
             part.block_until_ready()
         return self
 
     def __array__(self, dtype: Any = None, context: Any = None, copy: Any = None) -> np.ndarray:
         self.copy_to_host_async()
-        value = np.concatenate([np.asarray(p) for p in self._parts])
+        value = np.concatenate([np.asarray(p) for p in self.parts])
         return value if dtype is None else value.astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
-        if self.is_remote:
-            parts = [jnp.asarray(p) for p in self._parts]
-        else:
-            (device, *_) = self._parts[0].devices()
-            parts = [jax.device_put(p, on_device(device, self._aval)) for p in self._parts]
-        return jnp.concatenate(parts)
+        if not self.is_fully_addressable:
+            return jnp.concatenate([jnp.asarray(p) for p in self.parts])
+        (device, *_) = self.parts[0].devices()
+        return jnp.concatenate([_move(p, device) for p in self.parts])
 
     def copy(self) -> "StackedArray":
         """Makes a copy, each part on its own devices; the parts must be in this process."""
-        return StackedArray([jnp.copy(p) for p in self._parts])
+        return StackedArray([jnp.copy(p) for p in self.parts])
 
     def delete(self) -> None:
         """Drops the array from all devices and ranks."""
-        for part in self._parts:
+        for part in self.parts:
             part.delete()
 
     def __reduce__(self):
-        if self.is_remote:
+        if not self.is_fully_addressable:
             raise TypeError(
                 f"{self!r} stays with its ranks and cannot be pickled; gather it with "
                 f"jaxpp.gather, or save it with jaxpp.save_state."
             )
-        return StackedArray, (self._parts,)
+        return StackedArray, (self.parts,)
+
+
+def _move(array: Any, device: Any) -> Any:
+    """Moves an array to a device, in the memory that its type names."""
+    kind = _compat.memory_kind(array.aval)
+    return jax.device_put(array, device if kind is None else sharding_in(device, (), kind))
 
 
 @without_mesh
@@ -212,7 +203,7 @@ def gather(tree: Tree, device: jax.Device | None = None) -> Tree:  # pyright: ig
         if not isinstance(x, jax.Array) or _compat.is_tracer(x):
             return x
         fetched = isinstance(x, ArrayHandle)
-        moved = jax.device_put(jnp.asarray(x) if fetched else x, on_device(target, x.aval))
+        moved = _move(jnp.asarray(x) if fetched else x, target)
         return jnp.copy(moved) if not fetched and target in x.devices() else moved
 
     for x in jtu.tree_leaves(tree):

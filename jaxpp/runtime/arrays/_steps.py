@@ -101,8 +101,8 @@ def _grouped(flat: Sequence[Any], cuts: Sequence[Cut]) -> Iterator[list[Any]]:
 
 
 def _whole(array: StackedArray) -> Any:
-    keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return jnp.asarray(array) if keys or not array.is_remote else np.asarray(array)
+    here = array.is_fully_addressable or jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return jnp.asarray(array) if here else np.asarray(array)
 
 
 def parts_of(array: Any, bounds: Bounds) -> list[Any]:

@@ -199,7 +199,7 @@ def test_ranks_in_processes_of_their_own_hold_their_layers(mesh, tmp_path):
         got, want = step(*got[:2], batch(i)), local(*want[:2], batch(i))
     chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, t) for t in (got, want)))
     stack = got[0]["w"]
-    assert isinstance(stack, StackedArray) and stack.is_remote
+    assert isinstance(stack, StackedArray) and not stack.is_fully_addressable
     assert [p.ranks for p in stack.parts] == [(0,), (1,)]
     with pytest.raises(TypeError, match="not in this process"):
         _ = stack + 1

@@ -24,7 +24,8 @@ def state(mesh):
 def test_they_are_handles(state):
     params, _ = state
     assert isinstance(params["tied"], jaxpp.RemoteArray) and params["tied"].ranks == (0, 1)
-    assert isinstance(params["stack"], jaxpp.StackedArray) and params["stack"].is_remote
+    assert isinstance(params["stack"], jaxpp.StackedArray)
+    assert not params["stack"].is_fully_addressable
 
 
 def test_a_forward_function_takes_them_and_runs_each_stage_on_its_rank(mesh, state):
