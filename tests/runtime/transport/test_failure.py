@@ -84,15 +84,19 @@ def test_abort_wakes_who_waits_for_what_cannot_leave(pair):
 
 
 def test_after_abort_everything_raises_until_reset(pair):
-    pair[0].send([X], message([X]))
+    """Also the receive of a message that has come already."""
+    for tag in range(1, -1, -1):
+        pair[0].send([X], message([X], tag))
     assert_same(pair[1].receive(message([X])), [X])
+    assert len(pair[1].connections.mail) == 1
     for transport in pair:
         transport.abort(ValueError("the reason"))
     for _ in range(2):
         with pytest.raises(Aborted):
             pair[0].send([X], message([X]))
-        with pytest.raises(Aborted):
-            pair[1].receive(message([X]))
+        for tag in range(2):
+            with pytest.raises(Aborted):
+                pair[1].receive(message([X], tag))
 
 
 def test_reset_drops_what_was_on_its_way(pair):
