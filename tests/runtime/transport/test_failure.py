@@ -1,6 +1,7 @@
 """Nothing waits for ever: not for a rank that is gone, that is no rank, or that was aborted."""
 
 import contextlib
+import dataclasses
 import multiprocessing.connection
 import os
 import signal
@@ -83,15 +84,19 @@ def test_abort_wakes_who_waits_for_what_cannot_leave(pair):
 
 
 def test_after_abort_everything_raises_until_reset(pair):
-    pair[0].send([X], message([X]))
+    """Also the receive of a message that has come already."""
+    for tag in range(1, -1, -1):
+        pair[0].send([X], message([X], tag))
     assert_same(pair[1].receive(message([X])), [X])
+    assert len(pair[1].connections.mail) == 1
     for transport in pair:
         transport.abort(ValueError("the reason"))
     for _ in range(2):
         with pytest.raises(Aborted):
             pair[0].send([X], message([X]))
-        with pytest.raises(Aborted):
-            pair[1].receive(message([X]))
+        for tag in range(2):
+            with pytest.raises(Aborted):
+                pair[1].receive(message([X], tag))
 
 
 def test_reset_drops_what_was_on_its_way(pair):
@@ -378,6 +383,55 @@ def test_who_knows_no_secret_cannot_pose_as_one_who_does():
             assert answers in ([], [b"#FAILURE#"])
 
 
+class Refused(multiprocessing.connection.Connection):
+    """A connection of who knows no secret, and goes on as if what it says were right."""
+
+    def send_bytes(self, buf, offset=0, size=None):
+        with contextlib.suppress(OSError):
+            super().send_bytes(buf, offset, size)
+
+    def prove(self):
+        """Answers the question of the other end."""
+        self.recv_bytes(256)
+        self.send_bytes(b"{sha256}" + bytes(32))
+        self.recv_bytes(256)  # that it is wrong
+
+    def ask(self):
+        """Asks, and takes any answer."""
+        self.send_bytes(b"#CHALLENGE#{sha256}" + bytes(20))
+        self.recv_bytes(256)
+        self.send_bytes(b"#WELCOME#")
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_who_is_refused_and_goes_on_is_not_let_in(kind):
+    with connected(2) as (a, _):
+        a.reset(1)
+        with opened(a, kind) as connection, Refused(os.dup(connection.fileno())) as words:
+            with contextlib.suppress(EOFError, OSError):
+                words.prove()
+                words.ask()
+                words.send_bytes(struct.pack("<qq", 1, 1))
+                assert words.recv_bytes(256) != b"+"
+            assert not a.connections.peers
+
+
+def test_nobody_connects_to_who_proves_nothing():
+    with connected(2) as (a, b), socket.create_server(("127.0.0.1", 0)) as listening:
+        b.reset(1)
+        there = dataclasses.replace(a.addresses, unix=None, tcp=listening.getsockname())
+        connecting = blocked(b.connect, {0: there})
+        with listening.accept()[0] as connection, Refused(os.dup(connection.fileno())) as words:
+            with contextlib.suppress(EOFError, OSError):
+                words.ask()
+                words.prove()
+                words.recv_bytes(256)
+                words.send_bytes(b"+")
+            with pytest.raises(TransportError, match="do not have the same secret"):
+                connecting()
+        assert not b.connections.peers
+
+
 def test_the_secret_and_the_names_do_not_show():
     with connected(2, "auto") as (a, _):
         a.reset(1)
@@ -388,8 +442,6 @@ def test_the_secret_and_the_names_do_not_show():
 
 
 def test_a_rank_of_another_host_needs_an_address():
-    import dataclasses
-
     with connected(2) as (a, b):
         b.reset(1)
         with pytest.raises(TransportError, match="listens only for processes of its own host"):
