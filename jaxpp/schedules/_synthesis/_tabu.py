@@ -1,12 +1,12 @@
 """Tabu search: the best of some moves along the critical path, again and again, but not back.
 
 Only a shorter critical path shortens a table. A path is shortened where it enters or leaves a rank:
-a task moves out of the path's stretch on that rank, or further into it (the neighbourhoods of Nowicki
-and Smutnicki, 1996, and Balas and Vazacopoulos, 1998, for job shops). Moves that break a dependency
-within the rank, or its memory limit, are not tried. What
-each would lead to is told from the times before and after its tasks, without a run of all of them
-(Taillard, 1994; Balas and Vazacopoulos, 1998). The best one is made even where it is worse than
-nothing; tasks that it has swapped then stay so for some steps (Nowicki and Smutnicki, 1996).
+a task moves out of the path's stretch on that rank, or further into it (the neighbourhoods of
+Nowicki and Smutnicki, 1996, and Balas and Vazacopoulos, 1998, for job shops). Moves that break a
+dependency within the rank, or its memory limit, are not tried. What each would lead to is told from
+the times before and after its tasks, without a run of all of them (Taillard, 1994; Balas and
+Vazacopoulos, 1998). The best one is made even where it is worse than nothing; tasks that it has
+swapped then stay so for some steps (Nowicki and Smutnicki, 1996).
 """
 
 import itertools
