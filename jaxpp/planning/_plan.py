@@ -211,9 +211,9 @@ def plan(
         *args: its arguments, with a whole batch.
         ranks: the number of ranks.
         microbatches: the number of microbatches of a replica, or those to choose from.
-        schedules: those to choose from, as `jaxpp.schedules.by_name` takes them; `"synthesized"` is
-            a table that `synthesize` makes at the cut of the fastest, and `"searched"` a cut, a
-            placement and a table that are searched together, as by `plan_layers`. By default all.
+        schedules: those to choose from, as `by_name` takes them; `"synthesized"` is a table that
+            `synthesize` makes at the cut of the fastest, `"searched"` a cut, a placement and a
+            table that are searched together, as by `plan_layers`. By default all.
         tries: how many cuts and placements the search judges. As many tries give the same plan on
             any machine from the same profile.
         seed: of its random choices.
@@ -224,13 +224,16 @@ def plan(
             ranks than units; a number of microbatches does not divide the batch; or an argument is
             not a number of its kind.
 
-    Example: see `Plan`.
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = lambda weights, x: jnp.mean(jnp.tanh(x @ weights[0]) @ weights[1])
+        >>> args, options = ([jnp.eye(8)] * 2, jnp.ones((16, 8))), dict(at_least=2, device="h100")
+        >>> sum(jaxpp.plan(loss, *args, ranks=2, microbatches=4, tries=9, **options).units)
+        2
     """
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
     if not counts or not set(schedules) - {*MADE}:
-        raise ValueError(
-            "plan: give at least one number of microbatches, and one schedule by name."
-        )
+        raise ValueError("plan: give one number of microbatches at least, and a schedule by name.")
     how: dict[str, Any] = {name: own for name, own in options.items() if name in _OF_PROFILE}
     machine: dict[str, Any] = {name: own for name, own in options.items() if name not in how}
     device, replicas = how.get("device"), machine.get("replicas", 1)
