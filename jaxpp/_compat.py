@@ -24,6 +24,7 @@ from jax._src import (
     api_util,
     array,
     checkify,
+    clusters,
     config,
     core,
     dispatch,
@@ -445,6 +446,22 @@ def serve_collectives_at(host: str) -> None:
         return xla_bridge.make_cpu_client(collectives)
 
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def detect_cluster() -> tuple[str, int, int] | None:
+    """Returns the coordinator's address, the number of processes and that of this one.
+
+    None where JAX knows of no launcher that has started this process. `jax.distributed.initialize`
+    asks the same, and does not tell what it has found.
+    """
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [], None, 60)
+    address, count, number, _ = found
+    return None if None in (address, count, number) else (address, count, number)  # pyright: ignore
+
+
+def coordinator_address() -> str | None:
+    """Returns the address by which `jax.distributed` has joined this process."""
+    return distributed.global_state.coordinator_address
 
 
 def started_platform() -> str | None:

@@ -26,7 +26,7 @@ from jaxpp._specs import Spec, axis_sizes, spec_of, type_of
 from jaxpp.runtime.arrays import ArrayType, StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _shares
 from jaxpp.runtime.checkpoint._shares import Database, Share, Source, Stored
-from jaxpp.runtime.remote import RemoteArray, RemoteSharding
+from jaxpp.runtime.site import RemoteArray, RemoteSharding
 
 #: The handlers of Orbax that read our leaves where it is not told to where, by name, and the types
 #: of the leaves. Orbax could not know the devices of an array, so it reads it as one of NumPy.

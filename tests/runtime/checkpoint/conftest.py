@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp.runtime.remote._array import RemoteArray
-from jaxpp.runtime.remote._failure import RankError
+from jaxpp.runtime.site._array import RemoteArray
+from jaxpp.runtime.site._failure import RankError
 
 
 class Calls:
