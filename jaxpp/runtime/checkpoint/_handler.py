@@ -168,7 +168,8 @@ class Snapshot:
             held = mesh.new_array(jax.ShapeDtypeStruct((), bool), tuple(sorted(remote)), ())
             arguments = {rank: (held.id, own, copy) for rank, own in remote.items()}
             calls = mesh.apply_everywhere(_shares.snapshot, arguments)
-        own = _shares.to_shares(local, copy)
+        # Where several processes save together, all have the same arrays beside those of ranks.
+        own = _shares.to_shares(local if jax.process_index() == 0 else [], copy)
         found = calls.results() if calls else {}
         boxes = defaultdict(list)
         of_ranks = itertools.chain(*itertools.chain(*found.values()))
@@ -191,7 +192,8 @@ class Snapshot:
         try:
             if self.own:
                 _shares.write_shares(str(directory), writer, self.arrays, self.own)
-            self._tell_of_keys(directory)
+            if jax.process_index() == 0:
+                self._tell_of_keys(directory)
             if calls:
                 calls.results()
         finally:  # also where somebody keeps the error, and with it this object
@@ -212,6 +214,16 @@ class Snapshot:
             folder = directory / "array_metadatas"
             folder.mkdir(exist_ok=True)
             (folder / "process_0").write_text(json.dumps({"array_metadatas": keys}))
+
+
+def alone() -> Any:
+    """Returns the options by which Orbax saves in this process, and waits for no other one."""
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix="jaxpp"
+    )
 
 
 def checked(tree: Any) -> Any:

@@ -52,7 +52,7 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
     """Yields the arrays that a jaxpr, or one inside it, holds."""
     yield from getattr(jaxpr, "consts", ())
     for eqn in jaxpr.eqns:
-        yield from (x.val for x in eqn.invars if np.ndim(getattr(x, "val", None)))
+        yield from (x.val for x in eqn.invars if hasattr(x, "val") and np.ndim(x.val))
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns"):
@@ -61,7 +61,7 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
 
 def _hashed(value: Any) -> str:
     array: Any = to_host(value) if isinstance(value, jax.Array) else np.asarray(value)
-    digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()
+    digest = hashlib.sha256(array.tobytes()).hexdigest()
     return f"{array.dtype}{list(array.shape)} of {digest[:16]}"
 
 

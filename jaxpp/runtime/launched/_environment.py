@@ -12,8 +12,6 @@ import secrets
 import socket
 from collections.abc import Mapping
 
-import jax
-
 from jaxpp import _compat
 
 #: The variables of a process's number, and of how many there are.
@@ -86,9 +84,9 @@ def _counted(environment: Mapping[str, str]) -> tuple[int, int, str | None]:
     address = environment.get("JAX_COORDINATOR_ADDRESS")
     if address is None and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-    if jax.distributed.is_initialized():
-        told = _compat.coordinator_address()
-        return jax.process_index(), jax.process_count(), told
+    if (joined := _compat.joined_processes()) is not None:
+        told, count, number = joined
+        return number, count, told
     for names in _COUNTED:
         if all(environment.get(name, "").isdigit() for name in names):
             return int(environment[names[0]]), int(environment[names[1]]), address

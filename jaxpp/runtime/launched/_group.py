@@ -183,7 +183,7 @@ class LaunchedGroup(Group):
         own = self.place.number
         if self._owner(rank) == own:
             return self.send(Process.wait, {own: (rank, (number,))}), own
-        return Call(self._watch, self._lanes.call(_reach), {own}), own
+        return self.send(Process.reach, {own: ()}), own
 
     def apply(self, name: str, packed: Mapping[int, Any], ordered: bool, processes: int) -> Any:
         """Starts a function on the ranks of each process; all get the results of all."""
@@ -222,17 +222,20 @@ class LaunchedGroup(Group):
             self._note(self.place.number, (number, what, self._calls))
             if self.place.number:
                 self.hub.tell(("comes", (number, what, self._calls)))
-        return number
+        return number, what
 
     def _bring(self, key: Any, local: "concurrent.futures.Future[Any] | None") -> "Call":
         """Brings to a meeting what a call of this process gives, as soon as it does."""
         meeting = self.hub.meeting(key)
 
         def bring(done: "concurrent.futures.Future[Any]") -> None:
-            error = done.exception()
-            if not isinstance(error, Failed | None):
-                error = Failed(Failure.of(error, self.members[0].ranks[0], -1, ""), ends=False)
-            self.hub.bring(key, done.result() if error is None else error)
+            try:
+                self.hub.bring(key, done.result())
+            except Failed as error:
+                self.hub.bring(key, error)
+            except Exception as error:
+                failure = Failure.of(error, self.members[0].ranks[0], -1, "")
+                self.hub.bring(key, Failed(failure, ends=False))
 
         if local is None:
             self.hub.bring(key, None)
@@ -269,29 +272,28 @@ class LaunchedGroup(Group):
         Returns:
             In all processes what it has returned; raises what it has raised.
         """
-        with self.order:
-            first = arrays.new_ids(0)
-            if self.place.number:
-                found = self.meet(what, None).values()[0]
-            else:
-                key, result = self._arrive(what), concurrent.futures.Future()
-                self._leads = True
-                try:
-                    result.set_result((function(), arrays.new_ids(0)))
-                except Exception as error:
-                    failure = Failure.of(error, 0, -1, what)
-                    result.set_result((Failed(failure, ends=False), arrays.new_ids(0)))
-                finally:
-                    self._leads = False
-                found = self._bring(key, result).values()[0]
-            outcome, last = found
-            if self.place.number and last > first:
-                arrays.new_ids(last - first)
-                made = tuple(range(first, last))
-                self.send_by_rank(Process.drop, dict.fromkeys(self.members[0].ranks, made))
-            if isinstance(outcome, Failed):
-                raise outcome.failure.cause()
-            return outcome
+        first = arrays.new_ids(0)
+        if self.place.number:
+            found = self.meet(what, None).values()[0]
+        else:
+            key, result = self._arrive(what), concurrent.futures.Future()
+            self._leads = True
+            try:
+                result.set_result((function(), arrays.new_ids(0)))
+            except Exception as error:
+                failure = Failure.of(error, 0, -1, what)
+                result.set_result((Failed(failure, ends=False), arrays.new_ids(0)))
+            finally:
+                self._leads = False
+            found = self._bring(key, result).values()[0]
+        outcome, last = found
+        if self.place.number and last > first:
+            arrays.new_ids(last - first)
+            made = tuple(range(first, last))
+            self.send_by_rank(Process.drop, dict.fromkeys(self.members[0].ranks, made))
+        if isinstance(outcome, Failed):
+            raise outcome.failure.cause()
+        return outcome
 
     # ---- news -----------------------------------------------------------------------------------
 
@@ -388,14 +390,6 @@ class LaunchedGroup(Group):
                 self._watch.close()
                 self.hub.close()
                 self._process.close()
-
-
-def _reach(process: Process) -> bool:
-    """Is reached in the lane of steps."""
-    return True
-
-
-_reach.lane = "steps"  # pyright: ignore
 
 
 class Call:

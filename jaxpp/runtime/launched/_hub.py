@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import pickle
 import queue
 import socket
 import struct
@@ -44,12 +45,16 @@ class Line:
         threading.Thread(target=self._read, name="jaxpp-hub", daemon=True).start()
 
     def send(self, what: Any) -> None:
-        """Sends a message; does not wait."""
-        self._out.put(what)
+        """Sends a message; does not wait.
+
+        Raises:
+            Exception: it cannot be pickled.
+        """
+        self._out.put(pickle.dumps(what))
 
     def close(self) -> None:
         """Says goodbye, and ends the connection once all has been written."""
-        self.send(None)
+        self._out.put(None)
         self._writer.join(FLUSH_TIMEOUT)
         self._ended = True
         with contextlib.suppress(OSError):
@@ -58,12 +63,12 @@ class Line:
     def _write(self) -> None:
         with contextlib.suppress(OSError), Connection(self._socket.dup().detach()) as out:
             while (what := self._out.get()) is not None:
-                out.send(what)
+                out.send_bytes(what)
             out.send(None)
 
     def _read(self) -> None:
         with self._socket, Connection(self._socket.dup().detach()) as words:
-            with contextlib.suppress(OSError, EOFError):
+            with contextlib.suppress(Exception):  # of any sort, where it cannot be unpickled
                 while (what := words.recv()) is not None:
                     self._take(what)
                 self._ended = True

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import AxisType
 from jaxpp import _compat
 from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import axis_sizes
-from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import check_axes, home_over
 from jaxpp.runtime.launched._environment import find_place, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
@@ -149,29 +148,6 @@ class LaunchedMpmdMesh(SiteMesh):
                     self._steps.settle()
         finally:
             self._group.stop()
-
-    def lead(self, what: str, function: Callable[[], Any]) -> Any:
-        """Runs a function in process 0, which reaches the ranks of all; all get what it returns."""
-        return self._group.lead(what, function, self._arrays)
-
-    def start_trace(
-        self, directory: str | os.PathLike[str], *, times: trace.Times = "profile"
-    ) -> None:
-        """Starts to record, as `MpmdMesh.start_trace`; process 0 writes the files of all."""
-
-        def start() -> None:
-            super(LaunchedMpmdMesh, self).start_trace(directory, times=times)
-
-        self.lead("starts a trace", start)
-
-    def stop_trace(self) -> trace.Trace:
-        """Ends the trace, and writes its files, as `MpmdMesh.stop_trace`; all is on one clock.
-
-        Raises:
-            RuntimeError: the mesh is not traced.
-            RankError: a rank has failed; its part of the trace is lost.
-        """
-        return self.lead("stops a trace", super().stop_trace)
 
 
 def _prepare_jax(devices: int, gpus: str) -> None:

@@ -198,6 +198,11 @@ class Process:
         return self.apply(functions)
 
     @in_order
+    def reach(self) -> bool | None:
+        """Tells that all calls before have been dispatched; None where the process has failed."""
+        return True if self.failure is None else None
+
+    @in_order
     def settle(self) -> None:
         """Waits until the callbacks of all calls have been made."""
         self._noting(None, jax.effects_barrier)
