@@ -155,8 +155,9 @@ def _prepare_jax(devices: int, gpus: str) -> None:
     config: Any = jax.config
     if _compat.started_platform() is not None:
         return
-    if gpus and not config.jax_cuda_visible_devices:
-        jax.config.update("jax_cuda_visible_devices", gpus)
+    for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+        if gpus and config.read(name) == "all":
+            jax.config.update(name, gpus)
     flags = os.environ.get("XLA_FLAGS", "")
     if config.jax_num_cpu_devices < devices and "platform_device_count" not in flags:
         jax.config.update("jax_num_cpu_devices", devices)
