@@ -62,10 +62,16 @@ class LaunchedMpmdMesh(SiteMesh):
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp, os
         >>> os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}  # as torchrun --nproc-per-node=1 does
-        >>> with jaxpp.LaunchedMpmdMesh((2,), devices=jax.devices()[:1] * 2) as mesh:
-        ...     doubled = jaxpp.place(lambda x: 2 * x, mesh)(jnp.arange(3))
-        ...     print(mesh.process, mesh.num_processes, jaxpp.gather(doubled))
-        0 1 [0 2 4]
+        >>> def loss(params, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ params[0]))
+        ...     return jnp.mean((h @ params[1]) ** 2)
+        >>> grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 2)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> with jaxpp.LaunchedMpmdMesh((2,), devices=jax.local_devices()[:1] * 2) as mesh:
+        ...     step = jaxpp.place(grad, mesh)
+        ...     value, grads = step([jnp.eye(2), jnp.ones((2, 1))], jnp.ones((4, 2)))
+        ...     print(grads[1], f"{value:.3f} in process {mesh.process} of {mesh.num_processes}")
+        RemoteArray(float32[2,1] on rank 1) 2.320 in process 0 of 1
         >>> del os.environ["RANK"], os.environ["WORLD_SIZE"]
     """
 

@@ -1,4 +1,4 @@
-"""What each process of a launched job runs in these tests: `python script.py CASE FOLDER [FAULT]`."""
+"""What each process of a launched job runs: `python script.py CASE FOLDER [FAULT]`."""
 
 import os
 import pathlib

@@ -40,12 +40,8 @@ def test_each_launcher_is_understood(tmp_path, launcher):
 def test_mpirun_starts_a_job(tmp_path):
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = ["mpirun", "-n", "2", "--oversubscribe", sys.executable, str(jobs.SCRIPT)]
-    subprocess.run(
-        [*command, "plain", str(tmp_path)],
-        env=jobs.environment() | allowed,
-        check=True,
-        timeout=120,
-    )
+    environment = jobs.environment() | allowed
+    subprocess.run([*command, "plain", str(tmp_path)], env=environment, check=True, timeout=120)
     check_bitwise(tmp_path, "plain", 2)
 
 

@@ -1,4 +1,4 @@
-"""A process that fails, ends, stops or does something else: the others end, and say which it was."""
+"""A process that fails, ends, stops or does something else: the others end, and name it."""
 
 import os
 import re
