@@ -1,22 +1,19 @@
 """The processes of a launched mesh: each calls its own ranks, and meets the others."""
 
 import concurrent.futures
-import functools
 import itertools
-import os
-import queue
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpp._program import Bundle
 from jaxpp.runtime.launched import _agreement
+from jaxpp.runtime.launched._calls import Call, Lanes
+from jaxpp.runtime.launched._course import At, Course
 from jaxpp.runtime.launched._environment import Place, find_secret
 from jaxpp.runtime.launched._hub import Hub
+from jaxpp.runtime.launched._watch import LaunchedWatch
 from jaxpp.runtime.site import (
-    LANES,
-    POLL,
     Death,
     Failed,
     Failure,
@@ -26,50 +23,8 @@ from jaxpp.runtime.site import (
     Plain,
     Process,
     RankError,
-    Watch,
-    end_stopped,
     versions,
 )
-from jaxpp.runtime.transport import host_identity
-
-#: What the user can do after a failure.
-ADVICE = "Start the job again from its last checkpoint."
-#: Seconds that a process has to end after the failure of another, if it calls the mesh no more.
-END_TIMEOUT = 30.0
-#: A process of another host may be silent for so many times the timeout: nobody can look at it.
-PATIENCE = 10
-
-
-class Lanes:
-    """Runs methods of a site, each in its lane. The threads do not keep the process from ending."""
-
-    def __init__(self, process: Process):
-        self._process, self._turn = process, 0
-        self._queues = {name: queue.SimpleQueue() for name in LANES}
-        self._lock = threading.Lock()
-        for name, number in LANES.items():
-            for _ in range(number):
-                run = functools.partial(self._run, self._queues[name])
-                threading.Thread(target=run, name=f"jaxpp-{name}", daemon=True).start()
-
-    def call(self, method: Callable[..., Any], *args: Any) -> "concurrent.futures.Future[Any]":
-        """Starts a method; returns its result to come."""
-        name: str = getattr(method, "lane", "control")
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        with self._lock:
-            if name == "steps":
-                args, self._turn = (self._turn, *args), self._turn + 1
-            self._queues[name].put((future, method, args))
-        return future
-
-    def _run(self, waiting: "queue.SimpleQueue[Any]") -> None:
-        while True:
-            future, method, args = waiting.get()
-            try:
-                future.set_result(method(self._process, *args))
-            except BaseException as error:  # noqa: B036  who waits has to know of every exception
-                future.set_exception(error)
-            del future, method, args  # they would hold arrays while the thread waits
 
 
 class LaunchedGroup(Group):
@@ -106,8 +61,8 @@ class LaunchedGroup(Group):
         self.place = place
         self._numbers, self._others, self._calls = itertools.count(), itertools.count(), 0
         self._named: dict[str, Any] = {}
-        #: At process 0: for each meeting in the order of all, where those are that have come.
-        self._course: dict[int, dict[int, tuple[str, int]]] = {}
+        #: Process 0 compares where all are.
+        self._course = None if place.number else Course(place.count, self._differ)
         self._next, self._leads = 0, False
         self._lock = threading.RLock()
         self._members = [Member(n, own) for n, own in enumerate(ranks)]
@@ -217,11 +172,9 @@ class LaunchedGroup(Group):
     def _arrive(self, what: str) -> Any:
         """Comes to the next meeting in the order of all; returns its key."""
         with self._lock:
-            self._next = number = next(self._numbers)
-            self._next += 1
-            self._note(self.place.number, (number, what, self._calls))
-            if self.place.number:
-                self.hub.tell(("comes", (number, what, self._calls)))
+            number = next(self._numbers)
+            self._say(At(number, self._calls, what))
+            self._next = number + 1
         return number, what
 
     def _bring(self, key: Any, local: "concurrent.futures.Future[Any] | None") -> "Call":
@@ -301,10 +254,9 @@ class LaunchedGroup(Group):
         kind, *content = news
         self._watch.heard.add(source)
         match kind:
-            case "comes":
-                self._note(source, *content)
-            case "beats":
-                self._compare(source, *content)
+            case "at":
+                if self._course is not None:
+                    self._course.hear(source, *content)
             case "fails":
                 if self.place.number == 0:
                     self.hub.pass_on(source, news)
@@ -321,42 +273,16 @@ class LaunchedGroup(Group):
 
     def beat(self) -> None:
         """Gives a sign of life, and says how far this process has come."""
-        self.hub.tell(("beats", (self._next, self._calls)))
-        self._compare(0, (self._next, self._calls))
+        self._say(At(self._next, self._calls))
 
-    def _note(self, number: int, at: tuple[int, str, int]) -> None:
-        """Notes at process 0 that one has come to a meeting, and compares it with the others."""
-        if self.place.number:
-            return
-        with self._lock:
-            meeting, what, calls = at
-            there = self._course.setdefault(meeting, {})
-            for other, (theirs, their_calls) in there.items():
-                if (theirs, their_calls) != (what, calls):
-                    self._diverge((number, what, calls), (other, theirs, their_calls))
-            there[number] = what, calls
-            if len(there) == self.place.count:
-                del self._course[meeting]
+    def _say(self, at: At) -> None:
+        """Says where this process is."""
+        self.hub.tell(("at", at))
+        if self._course is not None:
+            self._course.hear(0, at)
 
-    def _compare(self, number: int, at: tuple[int, int]) -> None:
-        """Compares at process 0 how far one has come with those who wait in a meeting."""
-        if self.place.number:
-            return
-        with self._lock:
-            meeting, calls = at
-            for other, (what, theirs) in self._course.get(meeting, {}).items():
-                if calls > theirs and other != number:
-                    self._diverge((number, "calls a step again", calls), (other, what, theirs))
-
-    def _diverge(self, one: tuple[int, str, int], other: tuple[int, str, int]) -> None:
-        """Reports that two processes do not make the same calls."""
-        each = " and ".join(f"process {n} {what} after {c} calls" for n, what, c in (other, one))
-        error = RuntimeError(
-            f"the processes do not make the same calls: {each}. Each process calls the steps, "
-            f"fetches results (float, gather, print) and saves in the same order; only what it "
-            f"does with plain values may depend on its number"
-        )
-        number = one[0] or other[0]
+    def _differ(self, number: int, error: RuntimeError) -> None:
+        """Tells all processes that one does not make the calls of another."""
         failure = Failure.of(error, self._members[number].ranks[0], -1, "")
         self._watch.report(number, failure)
         self.hub.tell(("fails", number, failure))
@@ -390,120 +316,3 @@ class LaunchedGroup(Group):
                 self._watch.close()
                 self.hub.close()
                 self._process.close()
-
-
-class Call:
-    """A call of this process, or of all, that is under way.
-
-    Args:
-        watch: the watch over the processes.
-        future: what it will give: by process where all meet, else of this one alone.
-        workers: the processes that it is of.
-        local: where all meet, the part of this process.
-    """
-
-    def __init__(self, watch: Watch, future: Any, workers: set[int], local: Any = None):
-        self._watch, self._future, self._workers = watch, future, workers
-        self._local = future if len(workers) == 1 and local is None else local
-
-    def wait(self, timeout: float = POLL) -> bool:
-        """Waits until this process's part has ended; tells whether it has."""
-        return self._local is None or not concurrent.futures.wait([self._local], timeout).not_done
-
-    def values(self) -> dict[int, Any]:
-        """Waits; gives the results by process, or raises what one has raised."""
-        if self._future is None:
-            return {}
-        while not concurrent.futures.wait([self._future], POLL).done:
-            self._watch.check()
-        found = self._future.exception() or self._future.result()
-        if self._local is self._future:
-            found = dict.fromkeys(self._workers, found)
-        for own in found.values():
-            if isinstance(own, Failed):
-                if own.ends:
-                    self._watch.end()
-                raise own.failure.cause()
-            if isinstance(own, BaseException):
-                raise own
-        return found
-
-    def value(self, worker: int, place: int = 0) -> Any:
-        """Waits for one result of a method that gives None where the process has failed."""
-        value = self.values()[worker]
-        if isinstance(value, list):
-            value = value[place]
-        if value is None:
-            self._watch.end()
-        return value
-
-
-class LaunchedWatch(Watch):
-    """Watches the processes of a job: process 0 all, the others process 0, which tells them."""
-
-    def __init__(self, group: LaunchedGroup, members: Any, timeout: float, describe: Any):
-        super().__init__(members, timeout, describe, ADVICE)
-        self._group = group
-        #: The processes that have given a sign of life since the last look.
-        self.heard: set[int] = set()
-        self._told = threading.Event()
-
-    @property
-    def fails(self) -> bool:
-        """Tells whether a process has failed."""
-        return self._fails
-
-    def end(self) -> Any:
-        """Raises the error of the processes."""
-        if threading.current_thread() is threading.main_thread():
-            self._told.set()
-        super().end()
-
-    def _beat(self) -> None:
-        self._group.beat()
-        super()._beat()
-
-    def has_beaten(self, member: Member) -> bool:
-        """Tells whether a process has given a sign of life; of most only process 0 hears."""
-        own, worker = self._group.place.number, member.worker
-        if worker in self.heard or worker == own or own and worker:
-            self.heard.discard(worker)
-            return True
-        return False
-
-    def why_dead(self, member: Member, silence: float) -> str:
-        """Looks at a silent process of this host; one of another may be silent for longer."""
-        there = member.hello
-        if there is not None and there.node == host_identity():
-            return "its process is stopped" if end_stopped(there.pid) else ""
-        return "its host does not answer" if silence > PATIENCE * self._timeout else ""
-
-    def end_others(self, member: Member) -> None:
-        """Ends the work of this process's ranks; the others hear of the failure themselves."""
-        self._group.end_work(f"{member} has failed")
-        if member.worker != self._group.place.number:
-            threading.Thread(target=self._end_this, name="jaxpp-end", daemon=True).start()
-
-    def is_settled(self) -> bool:
-        """Tells whether the first failure is known that is no echo of another."""
-        return super().is_settled() or any(
-            isinstance(what, Death) or not what.is_echo for what in self.reports.values()
-        )
-
-    def _take(self, worker: int, what: Failure | Death) -> None:
-        died = isinstance(what, Death) and what.reason.startswith("no sign of life")
-        if died and self._group.place.number == 0 and worker not in self.reports:
-            self._group.hub.tell(("fails", worker, what))
-        super()._take(worker, what)
-
-    def _end_this(self) -> None:
-        """Ends this process where its script does not come to hear of the failure."""
-        if self._told.wait(END_TIMEOUT) or self._closed:
-            return
-        print(
-            f"jaxpp: this process has not called the mesh for {END_TIMEOUT:g} s after the failure "
-            f"of another, and is ended: {self.error}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
