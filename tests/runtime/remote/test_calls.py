@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp.runtime import remote, site
+from jaxpp.runtime import launched, remote, site
 from jaxpp.runtime.remote._worker import LANES, Worker
 from jaxpp.runtime.site._call import Call, Packed
 from jaxpp.runtime.site._failure import Failed
@@ -211,8 +211,8 @@ def test_the_page_names_what_is_there():
     page = (pathlib.Path(jaxpp.__file__).parents[1] / "docs/how_a_call_runs.md").read_text()
     modules = [
         importlib.import_module(f"{room.__name__}.{path.stem}")
-        for room in (remote, site)
-        for path in pathlib.Path(room.__file__).parent.glob("_[a-z]*.py")
+        for room in (remote, site, launched)
+        for path in pathlib.Path(str(room.__file__)).parent.glob("_[a-z]*.py")
     ]
     known = {name: value for module in modules for name, value in vars(module).items()}
     named = re.findall(r"`([A-Z]\w+)\.(\w+)`", page)
