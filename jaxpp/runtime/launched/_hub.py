@@ -112,7 +112,14 @@ class Hub:
 
     def _let_in(self, secret: bytes, deadline: float, timeout: float) -> None:
         at = "127.0.0.1" if _is_loopback(self._place.host) else "0.0.0.0"
-        door = Door("hub", secret, at, self._enter, port=self._place.port)
+        try:
+            door = Door("hub", secret, at, self._enter, port=self._place.port)
+        except OSError as error:
+            raise RuntimeError(
+                f"LaunchedMpmdMesh: process 0 cannot listen at port {self._place.port} ({error}): "
+                f"give the job another MASTER_PORT, or JAX_COORDINATOR_ADDRESS; this port is the "
+                f"one behind it."
+            ) from error
         try:
             with self._changed:
                 every = self._place.count - 1

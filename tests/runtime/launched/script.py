@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -134,8 +135,26 @@ def managed(folder):
             manager.wait_until_finished()
             assert list(manager.all_steps()) == [2, 3]
             back = manager.restore(3, args=jaxpp.restore_args(state))
-        one, other = jaxpp.gather((back, state))
-        assert all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+            one, other = jaxpp.gather((back, state))
+            assert all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+            for n in range(4, 1000):
+                *state, _ = step(*state, n)
+                if n == 5 and number == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler that wants the host
+                if manager.reached_preemption(n):
+                    manager.save(n, args=jaxpp.save_args(state))
+                    break
+                time.sleep(0.01)
+        assert manager.latest_step() == n > 5
+
+
+def twice(folder):
+    """One mesh after the other; the second ends with the script."""
+    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+        placed("plain", mesh)(*begin(2), 0)
+    mesh = jaxpp.LaunchedMpmdMesh((2,))
+    *_, loss = placed("plain", mesh)(*begin(2), 0)
+    (folder / f"loss{mesh.process}").write_text(str(loss))
 
 
 def faulty(folder, fault):
@@ -173,7 +192,7 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    run = {"composes": composes, "managed": managed, "faulty": faulty}.get(case)
+    run = {"composes": composes, "managed": managed, "twice": twice, "faulty": faulty}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder))
     else:

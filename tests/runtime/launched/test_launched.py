@@ -53,6 +53,11 @@ def test_all_that_a_mesh_does_is_there(tmp_path):
     assert {"timeline.json", "profile-0", "profile-1"} <= set(os.listdir(tmp_path / "trace"))
 
 
-def test_orbax_manages_the_checkpoints_of_joined_processes(tmp_path):
+def test_a_script_may_have_one_mesh_after_the_other(tmp_path):
+    Job(2, "twice", tmp_path).succeed()
+    assert (tmp_path / "loss0").read_text() == (tmp_path / "loss1").read_text() != ""
+
+
+def test_orbax_manages_the_checkpoints_of_joined_processes_and_saves_before_preemption(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     Job(2, "managed", tmp_path).succeed()
