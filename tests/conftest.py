@@ -84,7 +84,11 @@ MORE = (
     "test_catalogue.py",
     "test_parallelism.py",
 )
-EVERY_RUN = ("runtime/launched/test_smoke.py", "runtime/remote/test_smoke.py")
+EVERY_RUN = (
+    "runtime/launched/test_parts.py",
+    "runtime/launched/test_smoke.py",
+    "runtime/remote/test_smoke.py",
+)
 #: The folder whose tests take milliseconds.
 ALL_CASES = ("schedules",)
 
