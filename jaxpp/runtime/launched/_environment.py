@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ _ON_HOST = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # such as 2(x4), on four hosts
 )
 #: The variable with the secret of a job.
 SECRET = "JAXPP_SECRET"
@@ -63,8 +64,9 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
     number, count, address = _counted(environment)
     on_host = (0, 1)
     for names in _ON_HOST:
-        if all(environment.get(name, "").isdigit() for name in names):
-            on_host = int(environment[names[0]]), int(environment[names[1]])
+        found = [re.match(r"\d+", environment.get(name, "")) for name in names]
+        if all(found):
+            on_host = tuple(int(own[0]) for own in found)  # pyright: ignore
             break
     if count == 1:
         return Place(0, 1)

@@ -32,6 +32,7 @@ def torchrun(number, count, port):
 
 def slurm(number, count, port):
     own = {"SLURM_JOB_ID": port % 4096, "SLURM_STEP_NODELIST": "localhost"}
+    own |= {"SLURM_STEP_TASKS_PER_NODE": f"{count}(x1)"}
     return own | {"SLURM_NTASKS": count, "SLURM_PROCID": number, "SLURM_LOCALID": number}
 
 

@@ -26,7 +26,8 @@ def test_jax_detects_the_place(launcher, monkeypatch):
     for name, value in jobs.LAUNCHERS[launcher](1, 4, 77).items():
         monkeypatch.setenv(name, str(value))
     place = find_place()
-    assert (place.number, place.count) == (1, 4) and place.host in ("localhost", "127.0.0.1")
+    assert (place.number, place.count, place.on_host) == (1, 4, (1, 4))
+    assert place.host in ("localhost", "127.0.0.1")
 
 
 def test_a_process_that_no_launcher_has_started_is_told_of_them(monkeypatch):
