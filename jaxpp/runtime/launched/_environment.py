@@ -64,9 +64,9 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
     number, count, address = _counted(environment)
     on_host = (0, 1)
     for names in _ON_HOST:
-        found = [re.match(r"\d+", environment.get(name, "")) for name in names]
-        if all(found):
-            on_host = tuple(int(own[0]) for own in found)  # pyright: ignore
+        own, every = (re.match(r"\d+", environment.get(name, "")) for name in names)
+        if own and every:
+            on_host = int(own[0]), int(every[0])
             break
     if count == 1:
         return Place(0, 1)

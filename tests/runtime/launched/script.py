@@ -5,6 +5,7 @@ import pathlib
 import signal
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def placed(case, mesh, feed=batch):
         params = jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum)
         return params, momentum, value
 
-    split = {"in_specs": (None, None, P("data"))} if replicas > 1 else {}
+    split: Any = {"in_specs": (None, None, P("data"))} if replicas > 1 else {}
     return jaxpp.place(step, mesh, donate_argnums=(0, 1), feed={2: feed}, **split)
 
 
