@@ -280,11 +280,11 @@ def cut(pid: int, note: str) -> None:
 def _in_a_checkpoint(fault: Fault, note: str) -> None:
     before = iter(range(fault.call, -1, -1))
 
-    def write(directory: str, writer: str, arrays: Any, shares: Sequence[Any]) -> None:
+    def write(directory: str, writer: str, shares: Sequence[Any]) -> None:
         if next(before) > 0:
-            return write_shares(directory, writer, arrays, shares)
+            return write_shares(directory, writer, shares)
         undo()
-        write_shares(directory, writer, arrays, shares[: len(shares) // 2])
+        write_shares(directory, writer, shares[: len(shares) // 2])
         _write_note(note)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
 

@@ -6,12 +6,12 @@ from typing import Any
 from drawing import GREY, PALE, STAGES, Picture, beside
 
 from jaxpp.runtime.executor import Dispatcher
-from jaxpp.runtime.remote._array import RemoteArray
-from jaxpp.runtime.remote._arrays import Arrays
 from jaxpp.runtime.remote._group import WorkerGroup
-from jaxpp.runtime.remote._process import Process
-from jaxpp.runtime.remote._rank import Rank
-from jaxpp.runtime.remote._step import RemoteStep
+from jaxpp.runtime.site._array import RemoteArray
+from jaxpp.runtime.site._arrays import Arrays
+from jaxpp.runtime.site._process import Process
+from jaxpp.runtime.site._rank import Rank
+from jaxpp.runtime.site._step import RemoteStep
 
 _LEFT, _WIDTH, _HEIGHT = 118, 752, 250
 #: The middle of each lane: a thread, and whose it is.

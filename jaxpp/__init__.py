@@ -10,6 +10,7 @@ The transforms, from the inside of a train step to the outside:
 Where a step runs:
     MpmdMesh((4,)): ranks that are devices of this process.
     RemoteMpmdMesh((4,)): ranks that are worker processes of Ray, on one host or many.
+    LaunchedMpmdMesh((4,)): the same in processes that srun, mpirun or torchrun has started.
     gather(tree): brings results of a step to one device.
     save_state, load_state: write a state that ranks hold, and read it.
     save_args, restore_args: the same for Orbax's CheckpointManager.
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING as TYPE_CHECKING
 
 from jaxpp._spellings import __dir__ as __dir__
 from jaxpp._version import __version__ as __version__
+from jaxpp.runtime import LaunchedMpmdMesh as LaunchedMpmdMesh
 from jaxpp.runtime import MpmdMesh as MpmdMesh
 from jaxpp.runtime import RankError as RankError
 from jaxpp.runtime import RemoteArray as RemoteArray

@@ -24,6 +24,7 @@ from jax._src import (
     api_util,
     array,
     checkify,
+    clusters,
     config,
     core,
     dispatch,
@@ -440,6 +441,30 @@ def serve_collectives_at(host: str) -> None:
         return xla_bridge.make_cpu_client(collectives)
 
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def joined_processes() -> tuple[str, int, int] | None:
+    """Returns what `jax.distributed` has joined; None if it has not.
+
+    These are the coordinator's address, the number of processes, and that of this one. JAX's own
+    functions for them start its backends.
+    """
+    state = distributed.global_state
+    if state.client is None or state.coordinator_address is None:
+        return None
+    return state.coordinator_address, state.num_processes, state.process_id
+
+
+def detect_cluster() -> tuple[str, int, int] | None:
+    """Returns the same of the launcher that has started this process; None if JAX knows of none.
+
+    `jax.distributed.initialize` asks for it, and does not tell what it has found.
+    """
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [], None, 60)
+    address, count, number, _ = found
+    if address is None or count is None or number is None:
+        return None
+    return address, count, number
 
 
 def started_platform() -> str | None:

@@ -78,12 +78,17 @@ MORE = (
     "programs",
     "runtime/checkpoint/test_inside.py",
     "runtime/checkpoint/test_workers.py",
+    "runtime/launched",
     "runtime/remote",
     "runtime/transport/test_pull.py",
     "test_catalogue.py",
     "test_parallelism.py",
 )
-EVERY_RUN = ("runtime/remote/test_smoke.py",)
+EVERY_RUN = (
+    "runtime/launched/test_parts.py",
+    "runtime/launched/test_smoke.py",
+    "runtime/remote/test_smoke.py",
+)
 #: The folder whose tests take milliseconds.
 ALL_CASES = ("schedules",)
 

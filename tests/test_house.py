@@ -226,7 +226,8 @@ FLOORS = {
         "stacked", "stages", "microbatch", "tasks", "inside", "graph", "initialize", "place",
     ),
     "jaxpp.runtime": (
-        "arrays", "executor", "transport", "trace", "local", "remote", "checkpoint",
+        "arrays", "executor", "transport", "trace", "local", "site",
+        "remote", "launched", "checkpoint",
     ),
     "jaxpp.runtime.remote": ("cluster",),
 }  # fmt: skip

@@ -13,10 +13,11 @@ from jaxpp.runtime.checkpoint import save_args as save_args
 from jaxpp.runtime.checkpoint import save_state as save_state
 from jaxpp.runtime.executor import Description as Description
 from jaxpp.runtime.executor import RankDescription as RankDescription
+from jaxpp.runtime.launched import LaunchedMpmdMesh as LaunchedMpmdMesh
 from jaxpp.runtime.local import MpmdMesh as MpmdMesh
-from jaxpp.runtime.remote import RankError as RankError
-from jaxpp.runtime.remote import RemoteArray as RemoteArray
 from jaxpp.runtime.remote import RemoteMpmdMesh as RemoteMpmdMesh
-from jaxpp.runtime.remote import RemoteSharding as RemoteSharding
+from jaxpp.runtime.site import RankError as RankError
+from jaxpp.runtime.site import RemoteArray as RemoteArray
+from jaxpp.runtime.site import RemoteSharding as RemoteSharding
 from jaxpp.runtime.trace import Trace as Trace
 from jaxpp.runtime.trace import merge_traces as merge_traces

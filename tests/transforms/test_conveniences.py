@@ -272,7 +272,7 @@ def test_our_own_arguments_are_known_by_their_names():
 def test_a_worker_process_does_without_what_only_a_driver_needs():
     """It starts a fifth faster."""
     pytest.importorskip("ray")
-    script = "import sys, jaxpp.runtime.remote._process; print(*sys.modules)"
+    script = "import sys, jaxpp.runtime.site._process; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )

@@ -27,7 +27,7 @@ from jaxpp._specs import Spec, axis_sizes, partition_spec, spec_of, type_of
 from jaxpp.runtime.arrays import ArrayType, StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _shares
 from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted
-from jaxpp.runtime.remote import RemoteArray, RemoteSharding
+from jaxpp.runtime.site import RemoteArray, RemoteSharding
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -171,7 +171,8 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
         held = mesh.new_array(jax.ShapeDtypeStruct((), bool), tuple(sorted(remote)), ())
         arguments = {rank: (held.id, own, copy) for rank, own in remote.items()}
         calls = mesh.apply_everywhere(_shares.snapshot, arguments)
-    shares = _shares.to_shares(local, copy)
+    # Where several processes save together, all have the same arrays beside those of ranks.
+    shares = _shares.to_shares(local if jax.process_index() == 0 else [], copy)
     if calls:
         calls.results()
 
@@ -183,7 +184,8 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
                 calls = held.mesh.apply_everywhere(_shares.write, arguments, ordered=False)
             if shares:
                 _shares.write_shares(str(directory), writer, shares)
-            _tell_of_keys(directory, keys)
+            if jax.process_index() == 0:
+                _tell_of_keys(directory, keys)
             if calls:
                 calls.results()
         finally:  # also where somebody keeps the error, and with it this function
@@ -220,6 +222,16 @@ def _tell_of_keys(directory: Any, keys: Sequence[Saved]) -> None:
         folder = directory / "array_metadatas"
         folder.mkdir(exist_ok=True)
         (folder / "process_0").write_text(json.dumps({"array_metadatas": told}))
+
+
+def alone() -> Any:
+    """Returns the options by which Orbax saves in this process, and waits for no other one."""
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix="jaxpp"
+    )
 
 
 def checked(tree: Any) -> Any:

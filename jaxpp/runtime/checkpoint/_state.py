@@ -4,7 +4,11 @@ import errno
 import os
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxpp._messages import need
+from jaxpp.runtime.arrays import ArrayHandle
+from jaxpp.runtime.site import RemoteArray
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -98,6 +102,17 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
         ...     jaxpp.load_state(f"{directory}/7", state)["step"]
         7
     """
+    held = [x for x in jax.tree.leaves(tree) if isinstance(x, ArrayHandle)]
+    parts = [part for x in held for part in getattr(x, "parts", [x])]
+    mesh = next((own.mesh for own in parts if isinstance(own, RemoteArray)), None)
+    if mesh is None:
+        _save(path, tree, overwrite)
+    else:  # on a launched mesh, process 0 alone
+        mesh.lead("saves a state", lambda: _save(path, tree, overwrite))
+
+
+def _save(path: str | os.PathLike[str], tree: Any, overwrite: bool) -> None:
+    """Saves a tree, in the process that leads."""
     args, place, handler = save_args(tree), _absolute(path), _handler()
     new, old = _beside(place)
     _clean(place)
@@ -107,7 +122,8 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
     # `save` waits until all is written, so that nothing is donated meanwhile.
     state_handler = handler.StateHandler(copy=False)
     try:
-        with handler.ocp.Checkpointer(state_handler) as checkpointer:
+        options = {"multiprocessing_options": handler.alone()}
+        with handler.ocp.Checkpointer(state_handler, **options) as checkpointer:
             # Orbax itself would remove the old one first.
             checkpointer.save(new if there else place, args=args)
     except BaseException:

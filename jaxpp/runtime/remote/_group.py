@@ -4,23 +4,20 @@ import collections
 import contextlib
 import dataclasses
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import ray
 import ray.exceptions
 
-from jaxpp.runtime.remote._failure import Death, Failed
-from jaxpp.runtime.remote._interrupts import uninterrupted
-from jaxpp.runtime.remote._member import Member
-from jaxpp.runtime.remote._process import LANES, Process
+from jaxpp.runtime.remote._member import WorkerMember
 from jaxpp.runtime.remote._settings import Settings
-from jaxpp.runtime.remote._start import LOOPBACK, Hello, Setup, versions
-from jaxpp.runtime.remote._watch import POLL, Watch
+from jaxpp.runtime.remote._start import LOOPBACK, Setup
+from jaxpp.runtime.remote._watch import WorkerWatch
+from jaxpp.runtime.remote._worker import LANES, Worker
 from jaxpp.runtime.remote.cluster import (
     ANSWER_TIMEOUT,
     join_session,
@@ -33,22 +30,30 @@ from jaxpp.runtime.remote.cluster import (
     warn_of_platform,
     worker_options,
 )
+from jaxpp.runtime.site import (
+    POLL,
+    RESTART,
+    Death,
+    Failed,
+    Group,
+    Hello,
+    Packed,
+    Process,
+    Watch,
+    uninterrupted,
+    versions,
+)
 from jaxpp.runtime.transport import warn_of_open_ports
-
-#: Calls of steps that may be under way before the next one waits for the oldest.
-IN_FLIGHT = 4
 
 #: Ray's decorator; its overloads do not know its options.
 _remote: Any = ray.remote
 
-Own = TypeVar("Own")
-
-for _method in vars(Process).values():
+for _method in [*vars(Process).values(), *vars(Worker).values()]:
     if hasattr(_method, "lane"):
         ray.method(concurrency_group=_method.lane)(_method)
 
 
-class WorkerGroup:
+class WorkerGroup(Group):
     """The workers of a mesh, in the order of ranks; the workers of a rank follow each other.
 
     Calls that several workers have to see in one order are sent under `order`.
@@ -62,10 +67,11 @@ class WorkerGroup:
         RuntimeError: one did not start, or cannot be reached.
     """
 
+    carrier = Packed
+
     def __init__(self, settings: Settings, describe: Callable[[int, str], str]):
-        #: Held where calls have to have one order on all workers.
-        self.order = threading.RLock()
-        self.stopped = self._warned = False
+        super().__init__("RemoteMpmdMesh")
+        self._warned = False
         self._describe = describe
         config: Any = jax.config
         self._x64 = bool(config.jax_enable_x64)
@@ -75,8 +81,6 @@ class WorkerGroup:
         self._coordinators: list[str | None] = [None] * settings.num_ranks
         #: References to what is in Ray's store, by the value.
         self._stored: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        #: The calls of steps that some rank may not have dispatched yet, the oldest first.
-        self._flying: collections.deque[Pending] = collections.deque()
         with contextlib.ExitStack() as undo:
             self._session = join_session()
             undo.callback(leave_session, self._session)
@@ -97,39 +101,13 @@ class WorkerGroup:
             every = settings.processes_per_rank
             ranks = [tuple(range(n, n + many)) for n in range(0, settings.num_ranks, many)]
             numbers = [(own, p) for own in ranks for p in range(every)]
-            self.members = [Member(n, own, p, every) for n, (own, p) in enumerate(numbers)]
+            self.members = [WorkerMember(n, own, p, every) for n, (own, p) in enumerate(numbers)]
             undo.callback(release_places, self._reservation)
             undo.callback(self._kill)
             self._check_nodes()
             warn_of_driver(self._reservation)
             self._start()
             undo.pop_all()
-
-    # ---- the workers ----------------------------------------------------------------------------
-
-    def workers(self, rank: int) -> list[int]:
-        """Returns the numbers of the workers that have a rank, by their order in the rank."""
-        return [member.worker for member in self.members if rank in member.ranks]
-
-    def by_worker(self, by_rank: Mapping[int, Own]) -> dict[int, dict[int, Own]]:
-        """Returns for each worker what is for its ranks, where there is something."""
-        found = {m.worker: {r: by_rank[r] for r in m.ranks if r in by_rank} for m in self.members}
-        return {worker: own for worker, own in found.items() if own}
-
-    def check_open(self) -> None:
-        """Raises a `ValueError` where the workers have been stopped."""
-        if self.stopped:
-            raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
-
-    def check(self) -> None:
-        """Raises the error of the workers, if one has failed or they have been stopped."""
-        self.check_open()
-        self._watch.check()
-
-    @property
-    def is_well(self) -> bool:
-        """Tells whether no worker has failed."""
-        return self._watch.error is None
 
     def warn_of_platform(self) -> None:
         """Warns once where the workers' platform is not this process's; it starts JAX here."""
@@ -151,25 +129,6 @@ class WorkerGroup:
         with uninterrupted():
             each = {w: self.members[w].call(method, *own, **how) for w, own in args.items()}
         return Pending(self.members, self._watch, each)
-
-    def send_by_rank(
-        self, method: Callable[..., Any], by_rank: Mapping[int, Any], *first: Any
-    ) -> "Pending":
-        """Calls a method on the workers of some ranks, with what is for their ranks as the last."""
-        own = self.by_worker(by_rank).items()
-        return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
-
-    def send_steps(self, calls: Mapping[int, Any]) -> None:
-        """Calls a step on all workers, and counts the call as under way."""
-        self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
-
-    def wait_for_room(self) -> None:
-        """Waits until one more call of a step may be under way."""
-        self.check()
-        while len(self._flying) >= IN_FLIGHT:
-            if self._flying[0].wait():
-                self._flying.popleft().values()
-            self.check()
 
     def put(self, value: Any) -> Any:
         """Puts a value into Ray's store, where it stays while it lives; returns the reference."""
@@ -207,7 +166,7 @@ class WorkerGroup:
             self._kill()
             raise
 
-    def _reset(self, members: Sequence[Member]) -> None:
+    def _reset(self, members: Sequence[WorkerMember]) -> None:
         """Empties workers; kills those that are not fit for work soon."""
         end = time.monotonic() + ANSWER_TIMEOUT
         # All are aborted first: else one would take the reset of another for its loss.
@@ -262,12 +221,13 @@ class WorkerGroup:
             member.actor = self._new_actor(member)
         if len(fresh) == len(self.members):
             self._meet()
-        hellos = self._ask(Process.start, fresh, lambda member: (self._setup(member),))
+        hellos = self._ask(Worker.start, fresh, lambda member: (self._setup(member),))
         for member, hello in zip(fresh, hellos, strict=True):
             self._check(member, hello)
             member.hello = hello
         warn_of_open_ports([hello.addresses for hello in hellos])
-        self._watch = Watch(self.members, self._settings.heartbeat_timeout, self._describe)
+        timeout = self._settings.heartbeat_timeout
+        self._watch = WorkerWatch(self.members, timeout, self._describe, RESTART)
         self._watch.start()
         # Processes of the same number in their ranks send to each other.
         peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)
@@ -276,7 +236,7 @@ class WorkerGroup:
             peers[member.process] |= dict.fromkeys(member.ranks, member.hello.addresses)
         self.send(Process.connect, {m.worker: (peers[m.process],) for m in self.members}).values()
 
-    def _new_actor(self, member: Member) -> Any:
+    def _new_actor(self, member: WorkerMember) -> Any:
         """Starts the process of a worker; `ps` shows the name of its class."""
         rank, several = member.ranks[0], member.processes > 1
         name = f"jaxpp_rank_{rank}" + (f"_process_{member.process}" if several else "")
@@ -287,7 +247,7 @@ class WorkerGroup:
             environment=self._settings.environment,
             cores=self._settings.cores,
         )
-        own = type(name, (Process,), {"__doc__": Process.__doc__})
+        own = type(name, (Worker,), {"__doc__": Worker.__doc__})
         actor = _remote(concurrency_groups=LANES)(own)
         return actor.options(**options).remote(member.ranks, member.process, member.processes)
 
@@ -297,7 +257,7 @@ class WorkerGroup:
         if processes > 1:
             first = self.members[::processes]
             hosts = [self._address(member) or LOOPBACK for member in first]
-            ports = self._ask(Process.free_port, first, lambda m: (self._address(m) or LOOPBACK,))
+            ports = self._ask(Worker.free_port, first, lambda m: (self._address(m) or LOOPBACK,))
             pairs = zip(hosts, ports, strict=True)
             self._coordinators = [f"{host}:{port}" for host, port in pairs]
 
@@ -312,13 +272,13 @@ class WorkerGroup:
                 f"only; give address='auto' to let them listen at the address that Ray knows of it."
             )
 
-    def _address(self, member: Member) -> str | None:
+    def _address(self, member: WorkerMember) -> str | None:
         """Finds the address at which other hosts reach a worker's host; None where they do not."""
         wanted = self._settings.address
         place = self._reservation.places[member.ranks[0]][member.process]
         return place.address if wanted == "auto" else wanted
 
-    def _setup(self, member: Member) -> Setup:
+    def _setup(self, member: WorkerMember) -> Setup:
         return Setup(
             self._settings,
             member.ranks,
@@ -333,8 +293,8 @@ class WorkerGroup:
     def _ask(
         self,
         method: Callable[..., Any],
-        members: Sequence[Member],
-        args: Callable[[Member], tuple],
+        members: Sequence[WorkerMember],
+        args: Callable[[WorkerMember], tuple],
     ) -> list[Any]:
         """Calls a method of workers that start, and waits for the results."""
         references = [member.call(method, *args(member)) for member in members]
@@ -357,7 +317,7 @@ class WorkerGroup:
                 f"missing there, install this project and its packages on every host."
             ) from error
 
-    def _check(self, member: Member, hello: Hello) -> None:
+    def _check(self, member: WorkerMember, hello: Hello) -> None:
         rank = member.ranks[0]
         if self._settings.gpus_per_rank and hello.platform == "cpu":
             given = (self._settings.environment or {}).get("JAX_PLATFORMS", "")
@@ -387,7 +347,9 @@ class Pending:
         references: by worker the reference to the result; of several results, a list.
     """
 
-    def __init__(self, members: Sequence[Member], watch: Watch, references: Mapping[int, Any]):
+    def __init__(
+        self, members: Sequence[WorkerMember], watch: Watch, references: Mapping[int, Any]
+    ):
         self._members, self._watch, self.references = members, watch, references
 
     def wait(self, timeout: float = POLL) -> bool:

@@ -4,32 +4,22 @@ import atexit
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AxisType
 
 from jaxpp._program import PIPELINE_AXIS, Bundle
-from jaxpp._specs import Spec, axis_sizes
-from jaxpp.runtime import trace
-from jaxpp.runtime.arrays import (
-    StackedStep,
-    check_axes,
-)
-from jaxpp.runtime.remote._array import RemoteArray
-from jaxpp.runtime.remote._arrays import Arrays
-from jaxpp.runtime.remote._call import pack, unpack
-from jaxpp.runtime.remote._feed import Feeds, describe_batch
-from jaxpp.runtime.remote._process import Process
-from jaxpp.runtime.remote._programs import Library
+from jaxpp._specs import axis_sizes
+from jaxpp.runtime.arrays import check_axes
 from jaxpp.runtime.remote._settings import Settings
-from jaxpp.runtime.remote._step import Steps
+from jaxpp.runtime.site import Library, SiteMesh
 
 #: Seconds that Ray has to bring the last lines that ranks have printed, before they end.
 PRINTING = 0.5
 
 
-class RemoteMpmdMesh:
+class RemoteMpmdMesh(SiteMesh):
     """A mesh of pipeline ranks in worker processes, on one host or many.
 
     Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any, as on an
@@ -132,18 +122,12 @@ class RemoteMpmdMesh:
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
-        self._group = group = WorkerGroup(settings, self._describe)
-        library = Library(group.put)
+        self._group = WorkerGroup(settings, self._describe)
         #: A rank of each process, by which traces reach it.
-        self.first_ranks = range(0, axes.num_ranks, group.ranks_per_process)
-        feeds = Feeds(self._types_of, group.put)
-        self._arrays = Arrays(self, group)
-        self._steps = Steps(self._arrays, group, library, feeds)
+        self.first_ranks = range(0, axes.num_ranks, self._group.ranks_per_process)
+        self._begin(self._group, Library(self._group.put))
         self._driver = os.getpid()
         atexit.register(self.shutdown)
-
-    def __repr__(self):
-        return f"RemoteMpmdMesh({self.shape}, {self.axis_names})"
 
     def __enter__(self):
         return self
@@ -184,126 +168,7 @@ class RemoteMpmdMesh:
             self._steps.restart()
             self._group.restart()
 
-    # ---- steps ----------------------------------------------------------------------------------
-
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step on the workers; returns the function that calls the step."""
         self._group.warn_of_platform()
-        return StackedStep(self._steps.load(bundle), bundle)
-
-    def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """Returns placeholders of `load(value)` for the arguments of a call; the ranks load it."""
-        return self._steps.feeds(load, value)
-
-    # ---- traces ---------------------------------------------------------------------------------
-
-    def start_trace(
-        self, directory: str | os.PathLike[str], *, times: trace.Times = "profile"
-    ) -> None:
-        """Starts to record, as `MpmdMesh.start_trace`, in the first process of each rank.
-
-        The files are written on this host; JAX's profile of each worker, into
-        `<directory>/profile-<rank>` on the host of the worker, by its first rank.
-        """
-        steps = self._steps
-        steps.tracing = trace.start_trace(self, directory, times, steps.tracing)
-
-    def stop_trace(self) -> trace.Trace:
-        """Ends the trace, and writes its files, as `MpmdMesh.stop_trace`; all is on one clock.
-
-        Raises:
-            RuntimeError: the mesh is not traced.
-            RankError: a rank has failed; its part of the trace is lost.
-        """
-        session, self._steps.tracing = self._steps.tracing, None
-        return trace.stop_trace(self, session, range(self.num_ranks))
-
-    # ---- arrays ---------------------------------------------------------------------------------
-
-    def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
-        """Makes a handle with an id of its own, for an array that ranks are going to hold."""
-        return self._arrays.new_array(aval, ranks, spec)
-
-    def check_array(self, array: RemoteArray) -> None:
-        """Checks that an array exists, and that no rank has failed; see `Arrays.check`."""
-        self._arrays.check(array)
-
-    def flush(self) -> None:
-        """Tells the ranks at once which arrays they may drop; else the next call tells them."""
-        self._group.check_open()
-        self._steps.flush()
-
-    # ---- functions on the workers ---------------------------------------------------------------
-
-    def apply(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> dict[int, Any]:
-        """Runs `function(process, *args)` on ranks, and waits for the results.
-
-        Where a rank has several processes, the function runs in the first one.
-
-        Args:
-            function: a function that the workers can import, or that `cloudpickle` can take there.
-            args: the arguments by rank; other ranks do not run it.
-            ordered: whether it runs after the steps that were called before, and before those that
-                are called later; else at once, beside them.
-
-        Returns:
-            The results by rank.
-
-        Raises:
-            Exception: what the function raised on a rank.
-            RankError: a rank has failed.
-        """
-        found = self._start(function, args, ordered, 1).results()
-        return {rank: own[0] for rank, own in found.items()}
-
-    def apply_everywhere(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> "Applied":
-        """Starts a function as `apply` does, in all processes of each rank, and does not wait.
-
-        `.results()` waits; it returns, by rank, a list of what each process gave.
-        """
-        return self._start(function, args, ordered, self.processes_per_rank)
-
-    def _start(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
-    ) -> "Applied":
-        """Starts a function in the first processes of some ranks."""
-        packed = {rank: pack((function, *own)) for rank, own in args.items()}
-        method = Process.apply_in_order if ordered else Process.apply
-        with self._group.order:
-            self._group.check()
-            self.flush()
-            each = self._group.by_worker(packed).items()
-            first = {w: (own,) for w, own in each if self._group.members[w].process < processes}
-            return Applied(self._group.send(method, first))
-
-    def _types_of(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """Returns the types of the arrays that a function loads, in a rank."""
-        return self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
-
-    def _describe(self, call: int, task: str) -> str:
-        """Gives the stage and source line of a task, from its call's number and its label."""
-        return self._steps.library.describe(call, task)
-
-
-class Applied:
-    """A function that runs on ranks."""
-
-    def __init__(self, pending: Any):
-        self._pending = pending
-
-    def results(self) -> dict[int, list[Any]]:
-        """Waits for all; returns by rank what each of its processes gave.
-
-        Raises:
-            Exception: what the function raised on a rank.
-            RankError: a rank has failed.
-        """
-        found: dict[int, list[Any]] = {}
-        for own in self._pending.values().values():
-            for rank, packed in own.items():
-                found.setdefault(rank, []).append(unpack(packed))
-        return found
+        return super().load(bundle)

@@ -1,19 +1,16 @@
 """The start of a worker process: JAX with the devices of its ranks, and their connections."""
 
 import dataclasses
-import importlib.metadata
 import os
-import platform
 import socket
 from collections.abc import Mapping
 
 import jax
 
-from jaxpp._version import __version__
 from jaxpp.runtime.arrays import Home, devices_of, home_over
 from jaxpp.runtime.remote._settings import Settings
+from jaxpp.runtime.site import Hello, versions
 from jaxpp.runtime.transport import (
-    Addresses,
     Pulls,
     SocketTransport,
     first_devices,
@@ -52,31 +49,6 @@ class Setup:
     coordinator: str | None
     x64: bool
     epoch: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Hello:
-    """A worker's description of itself once it has started.
-
-    Its output goes to the file `output`, for Ray to read. Others connect to it at `addresses`.
-    """
-
-    versions: dict[str, str]
-    host: str
-    address: str
-    pid: int
-    node: str
-    platform: str
-    device: str
-    output: str
-    addresses: Addresses
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that driver and workers must agree on."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    return {"python": python, **found, "jaxpp": __version__}
 
 
 def start_ranks(setup: Setup) -> tuple[SocketTransport, Hello]:

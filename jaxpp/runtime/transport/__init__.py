@@ -5,6 +5,9 @@ from jaxpp.runtime.transport._errors import NotComputed as NotComputed
 from jaxpp.runtime.transport._errors import PeerLost as PeerLost
 from jaxpp.runtime.transport._errors import TransportError as TransportError
 from jaxpp.runtime.transport._handshake import Addresses as Addresses
+from jaxpp.runtime.transport._handshake import Door as Door
+from jaxpp.runtime.transport._handshake import connect as connect
+from jaxpp.runtime.transport._handshake import host_identity as host_identity
 from jaxpp.runtime.transport._handshake import warn_of_open_ports as warn_of_open_ports
 from jaxpp.runtime.transport._near import RUN_AHEAD as RUN_AHEAD
 from jaxpp.runtime.transport._near import Near as Near

@@ -177,6 +177,7 @@ class Door:
             processes of this host.
         enter: called with the epoch, the rank and the connection of who has proved to be of the
             mesh; takes the connection in, and tells whether it has.
+        port: the TCP port; by default any that is free.
     """
 
     def __init__(
@@ -185,10 +186,11 @@ class Door:
         secret: bytes,
         address: str | None,
         enter: Callable[[int, int, socket.socket], bool],
+        port: int = 0,
     ):
         self._name, self._secret, self._enter, self._open = name, secret, enter, True
         host, unix = address or "127.0.0.1", None
-        tcp = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
+        tcp = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
         self._listening = [tcp]
         if _LINUX:
             unix = b"\0jaxpp-" + secrets.token_hex(16).encode()

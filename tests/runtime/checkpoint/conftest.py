@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp.runtime.remote._array import RemoteArray
-from jaxpp.runtime.remote._failure import RankError
+from jaxpp.runtime.site._array import RemoteArray
+from jaxpp.runtime.site._failure import RankError
 
 
 class Calls:
@@ -82,6 +82,9 @@ class ThreadMesh:
     def release(self, array):
         for process in self.processes:
             process.arrays.pop(array.id, None)
+
+    def lead(self, what, function):
+        return function()
 
     def apply_everywhere(self, function, arguments, *, ordered=True):
         pools = self._ordered if ordered else self.beside

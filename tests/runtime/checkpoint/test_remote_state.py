@@ -12,8 +12,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp.runtime.arrays import StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _shares, load_state, restore_args, save_args, save_state
-from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
-from jaxpp.runtime.remote._failure import RankError
+from jaxpp.runtime.site._array import RemoteArray, RemoteSharding
+from jaxpp.runtime.site._failure import RankError
 
 
 def values():

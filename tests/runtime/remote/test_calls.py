@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp.runtime import remote
-from jaxpp.runtime.remote._call import Call, pack, unpack
-from jaxpp.runtime.remote._failure import Failed
-from jaxpp.runtime.remote._interrupts import uninterrupted
-from jaxpp.runtime.remote._process import LANES, Process
+from jaxpp.runtime import launched, remote, site
+from jaxpp.runtime.remote._worker import LANES, Worker
+from jaxpp.runtime.site._call import Call, Packed
+from jaxpp.runtime.site._failure import Failed
+from jaxpp.runtime.site._interrupts import uninterrupted
+from jaxpp.runtime.site._process import Process
 
 # ---- values of the user -------------------------------------------------------------------------
 
@@ -25,7 +26,7 @@ from jaxpp.runtime.remote._process import LANES, Process
 @pytest.mark.parametrize("sizes", [(3,), (0,), (5, 0, 2), (10, 1 << 20, 3), tuple(range(100))])
 def test_arrays_arrive_whole_in_memory_of_their_own(sizes):
     arrays = [np.arange(size, dtype=np.uint8) for size in sizes]
-    found = unpack(pack(arrays))
+    found = Packed.of(arrays).get()
     for array, own in zip(arrays, found, strict=True):
         assert own.flags.writeable and not np.shares_memory(array, own)
         np.testing.assert_array_equal(own, array, strict=True)
@@ -33,7 +34,7 @@ def test_arrays_arrive_whole_in_memory_of_their_own(sizes):
 
 def test_functions_go_by_their_code():
     more = 3
-    function, n = unpack(pack((lambda n: n + more, 4)))
+    function, n = Packed.of((lambda n: n + more, 4)).get()
     assert function(n) == 7
 
 
@@ -60,7 +61,7 @@ def noted(rank):
 @pytest.fixture
 def process() -> Any:
     """A process of one rank, 3, which takes down what it runs instead."""
-    process = Process((3,))
+    process = Worker((3,))
     transport = mock.Mock(homes={3: jax.devices()[0]}, recorder=None)
     process.have(transport, 0, lambda reference: reference)
     rank: Any = process.ranks[3]
@@ -82,7 +83,9 @@ def ran(process):
 
 
 def test_each_method_that_the_driver_calls_has_a_lane():
-    lanes = {name: m.lane for name, m in vars(Process).items() if hasattr(m, "lane")}
+    lanes = {
+        name: m.lane for name, m in {**vars(Process), **vars(Worker)}.items() if hasattr(m, "lane")
+    }
     assert set(lanes.values()) == set(LANES) and LANES["steps"] == 1
     assert lanes["run"] == lanes["drop"] == lanes["reset"] == "steps"
 
@@ -110,7 +113,7 @@ def test_nothing_runs_after_a_failure_until_the_reset(process):
     process.fail(KeyError("here"))
     process.run(0, call(0))
     with pytest.raises(Failed) as caught:
-        process.apply({3: pack((lambda rank: 1,))})
+        process.apply({3: Packed.of((lambda rank: 1,))})
     assert caught.value.ends and "here" in caught.value.failure.exception
     assert process.fetch(3, (7,)) is None and process.fetch(3, (7, 8)) == [None, None]
     assert process.wait(3, (7,)) is None
@@ -140,12 +143,12 @@ def test_what_a_function_raises_is_told_and_the_process_goes_on(process):
         raise KeyError(rank.rank, value)
 
     with pytest.raises(Failed) as caught:
-        process.apply({3: pack((refuse, 5))})
+        process.apply({3: Packed.of((refuse, 5))})
     cause = caught.value.failure.cause()
     assert isinstance(cause, KeyError) and cause.args == (3, 5) and not caught.value.ends
-    assert unpack(process.apply({3: pack((lambda rank: rank.rank,))})[3]) == 3
+    assert process.apply({3: Packed.of((lambda rank: rank.rank,))})[3].get() == 3
     with pytest.raises(Failed, match="lock"):
-        process.apply({3: pack((lambda rank: threading.Lock(),))})
+        process.apply({3: Packed.of((lambda rank: threading.Lock(),))})
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
@@ -154,7 +157,7 @@ def test_an_interrupt_in_a_function_is_described(process, kind):
         raise kind("no such batch")
 
     with pytest.raises(Failed) as caught:
-        process.apply({3: pack((stop,))})
+        process.apply({3: Packed.of((stop,))})
     assert caught.value.ends and isinstance(caught.value.failure.cause(), kind)
     assert "no such batch" in process.failure.exception
 
@@ -172,8 +175,8 @@ def test_an_array_is_waited_for_until_it_comes(process):
 
 def test_a_process_names_its_ranks():
     names = {(0,): "rank 0", (0, 1): "ranks 0 and 1", (4, 5, 6): "ranks 4 and 5 and 6"}
-    assert {ranks: repr(Process(ranks)) for ranks in names} == names
-    assert repr(Process((2,), 1, 2)) == "rank 2, process 1"
+    assert {ranks: repr(Worker(ranks)) for ranks in names} == names
+    assert repr(Worker((2,), 1, 2)) == "rank 2, process 1"
 
 
 # ---- interrupts ---------------------------------------------------------------------------------
@@ -206,9 +209,10 @@ def test_an_interrupt_goes_to_the_handler_of_before():
 
 def test_the_page_names_what_is_there():
     page = (pathlib.Path(jaxpp.__file__).parents[1] / "docs/how_a_call_runs.md").read_text()
-    folder = pathlib.Path(remote.__file__).parent
     modules = [
-        importlib.import_module(f"{remote.__name__}.{p.stem}") for p in folder.glob("_[a-z]*.py")
+        importlib.import_module(f"{room.__name__}.{path.stem}")
+        for room in (remote, site, launched)
+        for path in pathlib.Path(str(room.__file__)).parent.glob("_[a-z]*.py")
     ]
     known = {name: value for module in modules for name, value in vars(module).items()}
     named = re.findall(r"`([A-Z]\w+)\.(\w+)`", page)

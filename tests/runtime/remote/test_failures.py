@@ -28,8 +28,8 @@ import jaxpp  # noqa: E402
 from benchmarks import faults  # noqa: E402
 from benchmarks.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
-from jaxpp.runtime.remote._failure import Death, Failure  # noqa: E402
-from jaxpp.runtime.remote._process import Process  # noqa: E402
+from jaxpp.runtime.site._failure import Death, Failure  # noqa: E402
+from jaxpp.runtime.site._process import Process  # noqa: E402
 from jaxpp.runtime.transport import NotComputed  # noqa: E402
 from tests.helpers import assert_same, wait_until  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from jaxpp.runtime.remote import _group  # noqa: E402
-from jaxpp.runtime.remote._member import Member  # noqa: E402
+from jaxpp.runtime.remote._member import WorkerMember  # noqa: E402
 from jaxpp.runtime.remote.cluster import _environment  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def test_what_an_interrupted_restart_has_left_is_shut_down(monkeypatch):
     group: Any = object.__new__(_group.WorkerGroup)
     group._watch = group._flying = group._reservation = group._session = unittest.mock.Mock()
     started = unittest.mock.Mock()
-    group.members = [Member(0, (0,)), Member(1, (1,), actor=started)]
+    group.members = [WorkerMember(0, (0,)), WorkerMember(1, (1,), actor=started)]
     group._stop()
     started.close.remote.assert_called_once_with()
     ray.kill.assert_called_once_with(started)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
-from jaxpp.runtime.remote._programs import REMEMBERED, Library
+from jaxpp.runtime.site._programs import REMEMBERED, Library
 
 W, X = [jnp.eye(2), jnp.ones((2, 2))], jnp.ones((4, 2))
 

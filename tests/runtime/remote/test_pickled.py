@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
-from jaxpp.runtime.remote._pickled import Pickled
+from jaxpp.runtime.site._pickled import Pickled
 
 S = jax.ShapeDtypeStruct
 X = S((128,), jnp.float32)

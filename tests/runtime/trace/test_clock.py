@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxpp._program import Receive, Run, Send
-from jaxpp.runtime.remote._process import Process
+from jaxpp.runtime.site._process import Process
 from jaxpp.runtime.trace import _clock, _tracing, clock
 from jaxpp.runtime.trace._clock import Reading, to_driver
 from jaxpp.runtime.trace._recorder import Records
@@ -128,7 +128,8 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path, one_profile
     step = steps.step_of(mesh_of(2))
     params, x = steps.params_of(2), steps.batch()
     compiled = step.lower(params, x).compile()
-    local: Any = compiled._run.step
+    loaded: Any = compiled._run
+    local = loaded.step
     mesh: Any = FakeMesh([10**12, -(10**12)])
     tracing = _tracing.start_trace(mesh, tmp_path / "run", "waits", None)
     assert all(p.transport.recorder is not None for p in mesh.processes)

@@ -14,7 +14,7 @@ import ray
 import ray.util.client
 
 from jaxpp._messages import warn
-from jaxpp.runtime.remote._interrupts import uninterrupted
+from jaxpp.runtime.site import uninterrupted
 
 #: Seconds within which a part of a session, or a worker that is called outside a step, has to
 #: answer; Ray itself tries for minutes.

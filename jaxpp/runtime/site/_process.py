@@ -1,7 +1,7 @@
-"""The worker process: what the driver may call there. Ray makes an actor of this class.
+"""A site: the ranks of one process, and what may be called there, by Ray or in the process itself.
 
-A method runs in its lane, a concurrency group of the actor. The driver names it as the attribute of
-the class, as in `group.send(Process.run, ...)`.
+A method runs in its lane, which has threads of its own. Who calls names it as the attribute of the
+class, as in `group.send(Process.run, ...)`.
 """
 
 import concurrent.futures
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -18,25 +18,23 @@ from jaxpp import _compat
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
 from jaxpp.runtime.executor import Dispatcher
-from jaxpp.runtime.remote._call import Call, Packed, pack, unpack
-from jaxpp.runtime.remote._failure import Failed, Failure, Lost
-from jaxpp.runtime.remote._feed import Batch
-from jaxpp.runtime.remote._programs import Loading
-from jaxpp.runtime.remote._rank import Rank
-from jaxpp.runtime.remote._start import Hello, Setup, start_ranks
+from jaxpp.runtime.site._call import Call, Packed, Plain
+from jaxpp.runtime.site._failure import Failed, Failure, Lost
+from jaxpp.runtime.site._feed import Batch
+from jaxpp.runtime.site._programs import Loading
+from jaxpp.runtime.site._rank import Rank
 from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
     Aborted,
     Addresses,
     NotComputed,
     PeerLost,
-    free_port,
     leave_processes,
     lost_in_collective,
 )
 
 #: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
-LANES = {"steps": 1, "batches": 1, "fetches": 4, "aside": 2, "control": 2, "life": 1}
+LANES = {"steps": 1, "batches": 1, "fetches": 4, "aside": 2, "control": 2}
 #: Seconds that an error of no known task waits for the same error with its task.
 GRACE = 0.5
 
@@ -69,7 +67,7 @@ def in_order(method: Method) -> Method:
 
 
 class Process:
-    """A worker process: its ranks, whose failure is one.
+    """The ranks of a process, whose failure is one: a site.
 
     Args:
         ranks: the numbers of its ranks.
@@ -101,19 +99,15 @@ class Process:
         """Why the process does no more work; None while it is well."""
         return self._end.result() if self._end.done() else None
 
+    def when_failed(self, tell: Callable[[Failure], None]) -> None:
+        """Calls a function with the failure, once there is one."""
+        self._end.add_done_callback(lambda end: tell(end.result()))
+
+    def wait_for_failure(self) -> NoReturn:
+        """Raises the failure, once there is one."""
+        raise Failed(self._end.result(), ends=True) from None
+
     # ---- its start ------------------------------------------------------------------------------
-
-    def free_port(self, host: str) -> int:
-        """Finds a port that is free here; `host` is this host's own address."""
-        return free_port(host)
-
-    def start(self, setup: Setup) -> Hello:
-        """Starts JAX and the connections of the ranks; describes the process."""
-        import ray
-
-        transport, hello = start_ranks(setup)
-        self.have(transport, setup.process, ray.get)
-        return hello
 
     def have(self, transport: Any, process: int, get: Callable[[Any], Any]) -> None:
         """Makes the ranks that have a way to others."""
@@ -134,8 +128,8 @@ class Process:
         """Checks that a call comes in its turn; else the process fails."""
         if turn != self._turn:
             error = RuntimeError(
-                f"call {turn} of the driver, of {method}, came when call {self._turn} was due: Ray "
-                f"has lost a call, or changed the order of two"
+                f"call {turn} of the driver, of {method}, came when call {self._turn} was due: one "
+                f"was lost, or the order of two was changed"
             )
             self.fail(error)
         self._turn = turn + 1
@@ -200,9 +194,14 @@ class Process:
             self.ranks[rank].drop(own)
 
     @in_order
-    def apply_in_order(self, functions: Mapping[int, Packed]) -> dict[int, Packed]:
+    def apply_in_order(self, functions: Mapping[int, Packed | Plain]) -> dict[int, Packed | Plain]:
         """Runs a function for each rank, as `apply` does."""
         return self.apply(functions)
+
+    @in_order
+    def reach(self) -> bool | None:
+        """Tells that all calls before have been dispatched; None where the process has failed."""
+        return True if self.failure is None else None
 
     @in_order
     def settle(self) -> None:
@@ -253,12 +252,12 @@ class Process:
         return None if found is None else True
 
     @lane("aside")
-    def apply(self, functions: Mapping[int, Packed]) -> dict[int, Packed]:
+    def apply(self, functions: Mapping[int, Packed | Plain]) -> dict[int, Packed | Plain]:
         """Runs `function(rank, *args)` for each rank, of what is packed; returns the results."""
 
-        def run(own: Rank, packed: Packed) -> Packed:
-            function, *args = unpack(packed)
-            return pack(function(own, *args))
+        def run(own: Rank, packed: Packed | Plain) -> Packed | Plain:
+            function, *args = packed.get()
+            return packed.of(function(own, *args))
 
         return {
             rank: self._told(rank, run, self.ranks[rank], packed)
@@ -293,15 +292,6 @@ class Process:
             return None
 
     # ---- life and death -------------------------------------------------------------------------
-
-    @lane("life")
-    def live(self) -> None:
-        """Raises the failure once the process has failed; Ray ends the call when it has died."""
-        raise Failed(self._end.result(), ends=True) from None
-
-    @lane("control")
-    def pulse(self) -> None:
-        """Answers a heartbeat."""
 
     @lane("control")
     def abort(self, reason: str) -> None:

@@ -14,17 +14,16 @@ import equinox as eqx
 from jaxpp import _compat
 from jaxpp.runtime.transport import PeerLost, TransportError
 
-_END = (
-    "All ranks have ended the step; arrays on the mesh are lost. Call mesh.restart() and load the "
-    "last checkpoint to go on."
-)
+_END = "All ranks have ended the step; arrays on the mesh are lost."
+#: What the user of a `RemoteMpmdMesh` can do after a failure.
+RESTART = "Call mesh.restart() and load the last checkpoint to go on."
 
 
 class RankError(RuntimeError):
-    """A rank of a `RemoteMpmdMesh` has failed, and with it the step on all ranks.
+    """A rank in another process has failed, and with it the step on all ranks.
 
-    The mesh does nothing more until `mesh.restart()`. The rank's own exception is the cause
-    (`__cause__`) where there is one.
+    A `RemoteMpmdMesh` does nothing more until `mesh.restart()`; a `LaunchedMpmdMesh` has ended.
+    The rank's own exception is the cause (`__cause__`) where there is one.
 
     Args:
         message: what happened.
@@ -180,7 +179,10 @@ Reports = Mapping[int, Failure | Death]
 
 
 def judge(
-    members: Sequence[Any], reports: Reports, describe: Callable[[int, str], str]
+    members: Sequence[Any],
+    reports: Reports,
+    describe: Callable[[int, str], str],
+    advice: str = RESTART,
 ) -> RankError:
     """Makes the error of all ranks: of the first failure that is no echo of another.
 
@@ -188,10 +190,12 @@ def judge(
         members: the workers.
         reports: what has been heard of them, of one at least.
         describe: gives the stage and source line of a task, from its call's number and its label.
+        advice: what the user can do then.
     """
+    end = f"{_END} {advice}"
     worker = _culprit(members, reports)
     if worker is None:
-        return _cut_off(members, reports)
+        return _cut_off(members, reports, end)
     member, what = members[worker], reports[worker]
     waiting = [
         f"rank {other.rank} in {other.task}"
@@ -201,11 +205,11 @@ def judge(
     waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
     if isinstance(what, Death):
         output = f"\nThe last lines of its output:\n{what.output}" if what.output else ""
-        message = f"{member} has failed: {what.reason}.{waited} {_END}{output}"
+        message = f"{member} has failed: {what.reason}.{waited} {end}{output}"
         return member.error(message, what.reason, cause=what.cause)
     of_call = f" of call {what.call}" if what.call >= 0 else ""
     doing = f" in {what.task}{describe(what.call, what.task)}{of_call}" if what.task else ""
-    message = f"{member.named(what.rank)} has failed{doing}: {what.exception}.{waited} {_END}"
+    message = f"{member.named(what.rank)} has failed{doing}: {what.exception}.{waited} {end}"
     return member.error(message, what.exception, what.task, what.cause(), what.rank)
 
 
@@ -221,7 +225,7 @@ def _culprit(members: Sequence[Any], reports: Reports) -> int | None:
     return None
 
 
-def _cut_off(members: Sequence[Any], reports: Reports) -> RankError:
+def _cut_off(members: Sequence[Any], reports: Reports, end: str) -> RankError:
     """Makes the error where no worker has failed, and one has lost its connection to another."""
     lost = [
         (worker, what, cause)
@@ -231,7 +235,7 @@ def _cut_off(members: Sequence[Any], reports: Reports) -> RankError:
     if not lost:
         worker, what = next(iter(reports.items()))
         assert isinstance(what, Failure)
-        message = f"{members[worker].named(what.rank)} has failed: {what.exception}. {_END}"
+        message = f"{members[worker].named(what.rank)} has failed: {what.exception}. {end}"
         return members[worker].error(message, what.exception, what.task, what.cause(), what.rank)
     worker, what, cause = lost[0]
     own = members[worker]
@@ -240,7 +244,7 @@ def _cut_off(members: Sequence[Any], reports: Reports) -> RankError:
     lives = "both processes live" if peer.worker in reports else "neither process has died"
     return peer.error(
         f"The connection between {ends} broke, but {lives}: in {what.task}, rank {what.rank} found "
-        f"that {cause.reason}. Look at the network between them. {_END}",
+        f"that {cause.reason}. Look at the network between them. {end}",
         f"its connection to rank {what.rank} broke",
         what.task,
         cause,

@@ -13,9 +13,8 @@ import numpy as np
 from jaxpp import _compat
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, default_device, from_host, host_array, join_shares
-from jaxpp.runtime.remote._array import RemoteArray, RemoteDevice
-from jaxpp.runtime.remote._interrupts import uninterrupted
-from jaxpp.runtime.remote._process import Process
+from jaxpp.runtime.site._array import RemoteArray, RemoteDevice
+from jaxpp.runtime.site._interrupts import uninterrupted
 
 
 class _Handle(weakref.ref):
@@ -68,9 +67,8 @@ class Arrays:
         """Returns the devices of some ranks."""
         return {
             RemoteDevice(rank, own.platform, own.device, own.host)
-            for member in self._group.members
-            if (own := member.hello) is not None
-            for rank in set(member.ranks).intersection(ranks)
+            for theirs, own in self._group.hellos()
+            for rank in set(theirs).intersection(ranks)
         }
 
     def new_ids(self, count: int) -> int:
@@ -151,7 +149,7 @@ class Arrays:
     def why_lost(self, array: RemoteArray) -> str:
         """Says why its ranks have lost an array, as the end of a sentence; else empty."""
         if self._group.stopped:
-            return "lost when its RemoteMpmdMesh was shut down"
+            return f"lost when its {type(self.mesh).__name__} was shut down"
         restarted = array.incarnation != self.incarnation
         return "lost when the mesh was restarted" if restarted else ""
 
@@ -172,11 +170,9 @@ class Arrays:
     def wait_for(self, array: RemoteArray) -> None:
         """Waits until an array has been computed."""
         self.check(array)
-        rank = array.ranks[0]
-        worker = self._group.workers(rank)[0]
         with self.lock, uninterrupted():
             self.check_exists(array)
-            call = self._group.send(Process.wait, {worker: (rank, (array.id,))})
+            call, worker = self._group.wait(array.ranks[0], array.id)
             self._requests.append(_Request([array], call))
         call.value(worker)
 
@@ -193,24 +189,20 @@ class Arrays:
         parts = [call.value(worker, place) for call, worker, place in asked]
         if self._processes > 1:
             return join_shares(ArrayType.of(array), parts)
-        return np.array(host_array(parts[0], ArrayType.of(array)))  # Ray's memory goes with Ray
+        return np.array(host_array(parts[0], ArrayType.of(array)))  # the memory is not ours
 
     def _ask(self, arrays: Sequence[RemoteArray]) -> None:
         """Asks the first ranks that hold some arrays for them."""
         arrays = [a for a in arrays if not a.is_deleted() and a.incarnation == self.incarnation]
-        wanted: dict[tuple[int, int], list[RemoteArray]] = collections.defaultdict(list)
+        wanted: dict[tuple[int, bool], list[RemoteArray]] = collections.defaultdict(list)
         for array in arrays:
-            rank = array.ranks[0]
-            workers = self._group.workers(rank)
-            for worker in workers if any(array.spec) else workers[:1]:
-                wanted[worker, rank].append(array)
-        for (worker, rank), own in wanted.items():
-            numbers = tuple(array.id for array in own)
-            args = {worker: (rank, numbers)}
-            call = self._group.send(Process.fetch, args, returns=len(numbers))
-            self._requests.append(_Request(own, call))
-            for place, number in enumerate(numbers):
-                self._asked.setdefault(number, []).append((call, worker, place))
+            split = self._processes > 1 and any(array.spec)
+            wanted[array.ranks[0], split].append(array)
+        for (rank, split), own in wanted.items():
+            for call, worker in self._group.fetch(rank, tuple(a.id for a in own), split):
+                self._requests.append(_Request(own, call))
+                for place, array in enumerate(own):
+                    self._asked.setdefault(array.id, []).append((call, worker, place))
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """Fetches the value of an array of any dtype to the default device of this process."""

@@ -1,4 +1,4 @@
-"""The program library: the steps and computations of a mesh, and how they come to the workers."""
+"""The program library: the steps and computations of a mesh, and how they come to the sites."""
 
 import dataclasses
 import itertools
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpp import _compat, jaxprs
-from jaxpp._program import Bundle, Program, Run
+from jaxpp._program import Bundle, Computation, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of, turns_of
-from jaxpp.runtime.remote._pickled import Pickled
+from jaxpp.runtime.site._pickled import Pickled, Traced
 
 #: The number of calls whose steps are remembered: of more than a worker may have under way.
 REMEMBERED = 1000
@@ -26,7 +26,7 @@ class Loading:
         inputs: for each of the program's inputs its type, and how it is split.
         computations: for each computation of the step the number by which the mesh knows it; None
             for one that this rank does not run.
-        pickled: references to these computations in Ray's store, by those numbers.
+        pickled: references to these computations, by those numbers.
         constants: slots, types and bytes of the program's constants.
         turns: the ranks in the order in which pieces of their programs are dispatched.
     """
@@ -58,14 +58,19 @@ class Library:
     """The program library: all steps of a mesh, and their computations, each kept once.
 
     Args:
-        put: puts a value into Ray's store, once, and returns the reference.
+        put: puts a value where all sites find it, once, and returns the reference.
+        make: makes of a computation what goes to a site.
     """
 
-    def __init__(self, put: Callable[[Any], Any]):
-        self._put = put
+    def __init__(
+        self,
+        put: Callable[[Any], Any],
+        make: Callable[[Computation], Pickled | Traced] = Pickled.of,
+    ):
+        self._put, self._make = put, make
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
-        self._pickled: dict[int, Pickled] = {}
+        self._pickled: dict[int, Pickled | Traced] = {}
         #: Whether a computation has had effects, such as a print.
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
@@ -93,7 +98,7 @@ class Library:
             key = key_of(computation, settings)
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
-                self._pickled[number] = Pickled.of(computation)
+                self._pickled[number] = self._make(computation)
                 self.has_effects |= bool(computation.jaxpr.effects)
             numbers[n] = self._known[key][0]
         return tuple(numbers)

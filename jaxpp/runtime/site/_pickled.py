@@ -1,10 +1,11 @@
-"""Computations as bytes: pickled jaxprs, which the processes that run them lower and compile."""
+"""Computations on their way to the processes that compile them: as bytes, or as they are."""
 
 import contextlib
 import dataclasses
 import functools
 import io
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,12 +30,44 @@ SETTINGS = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A computation, and JAX's settings that it was traced under."""
+
+    traced: Computation
+    settings: Mapping[str, Any]
+
+    @staticmethod
+    def of(computation: Computation) -> "Traced":
+        """Takes a computation with the settings of this moment."""
+        config: Any = jax.config
+        return Traced(computation, {name: getattr(config, f"jax_{name}") for name in SETTINGS})
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """The positions of the arguments whose memory it may take."""
+        return self.traced.donated
+
+    def compile(self, home: Home) -> Any:
+        """Lowers and compiles the computation for devices of this process."""
+        if copies(self.traced):
+            return Copier(self.traced, home)
+        with contextlib.ExitStack() as stack:
+            for name, value in self.settings.items():
+                stack.enter_context(getattr(jax, name)(value))
+            return _compat.compiled(lower(self.traced, home))
+
+    def computation(self) -> Computation:
+        """Returns the computation."""
+        return self.traced
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pickled:
     """A computation as bytes.
 
     Args:
         donated: the positions of the arguments whose memory it may take.
-        payload: the pickled computation, and JAX's settings.
+        payload: the pickled `Traced`.
     """
 
     donated: tuple[int, ...]
@@ -47,28 +80,20 @@ class Pickled:
         Raises:
             ValueError: an equation has a parameter that cannot be pickled.
         """
-        config: Any = jax.config
-        settings = {name: getattr(config, f"jax_{name}") for name in SETTINGS}
         own = dataclasses.replace(computation, jaxpr=_without_rules(computation.jaxpr))
         try:
-            payload = _pickle((own, settings))
+            payload = _pickle(Traced.of(own))
         except Exception as error:
             raise _refusal(own, error) from error
         return Pickled(computation.donated, payload)
 
     def compile(self, home: Home) -> Any:
         """Lowers and compiles the computation for devices of this process."""
-        computation, settings = pickle.loads(self.payload)
-        if copies(computation):
-            return Copier(computation, home)
-        with contextlib.ExitStack() as stack:
-            for name, value in settings.items():
-                stack.enter_context(getattr(jax, name)(value))
-            return _compat.compiled(lower(computation, home))
+        return pickle.loads(self.payload).compile(home)
 
     def computation(self) -> Computation:
         """Unpickles the computation."""
-        return pickle.loads(self.payload)[0]
+        return pickle.loads(self.payload).traced
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A rank in its worker process: its arrays, its inputs, and what it has compiled."""
+"""A rank in its process: its arrays, its inputs, and what it has compiled."""
 
 import dataclasses
 import threading
@@ -10,11 +10,11 @@ import jax
 from jaxpp import _compat
 from jaxpp.runtime.arrays import Home, devices_of, own_share, spans, to_host
 from jaxpp.runtime.executor import Executor, RankStep, find_invalid
-from jaxpp.runtime.remote._call import Given, Input, Kept, Loaded, Moved, Part, Source
-from jaxpp.runtime.remote._failure import Failure, Lost
-from jaxpp.runtime.remote._feed import Loader
-from jaxpp.runtime.remote._pickled import Pickled
-from jaxpp.runtime.remote._programs import Loading
+from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, Part, Source
+from jaxpp.runtime.site._failure import Failure, Lost
+from jaxpp.runtime.site._feed import Loader
+from jaxpp.runtime.site._pickled import Pickled, Traced
+from jaxpp.runtime.site._programs import Loading
 
 
 class RankArrays(dict[int, Any]):
@@ -40,11 +40,11 @@ class _Executable:
     """A compiled computation, and what it was compiled from."""
 
     call: Callable[..., Any]
-    pickled: Pickled
+    pickled: Pickled | Traced
 
 
 class Rank:
-    """A rank of a worker process. Functions that `mesh.apply` runs get it as their first argument.
+    """A rank of a site. Functions that `mesh.apply` runs get it as their first argument.
 
     Where a rank has several processes, each has a `Rank`, and all run the same program.
 
@@ -55,7 +55,7 @@ class Rank:
         transport: the way of the process's ranks to others.
         changed: notified when arrays come or the process fails.
         fail: called with the rank and an error when the process is to fail.
-        get: gives the value of a reference into Ray's store.
+        get: gives the value of a reference.
         compiled: what the ranks of the process have compiled, each once, by number.
     """
 
@@ -107,7 +107,7 @@ class Rank:
             find,
         )
 
-    def _compile(self, number: int, pickled: Pickled) -> _Executable:
+    def _compile(self, number: int, pickled: Pickled | Traced) -> _Executable:
         """Compiles a computation, or loads what another rank of the process has compiled."""
         first = self._compiled.get(number)
         call = first and _compat.load_on_devices(first, devices_of(self.home))

@@ -1,4 +1,4 @@
-"""A call of a step as it goes from the driver to a worker, and the inputs that the worker makes."""
+"""A call of a step as it goes to a site, and the inputs that the site makes."""
 
 import dataclasses
 import pickle
@@ -74,7 +74,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a step, for the ranks of one worker.
+    """One call of a step, for the ranks of one process.
 
     Args:
         number: counts the calls of all steps of the mesh.
@@ -133,28 +133,71 @@ class Input:
 
 # ---- values of the user -------------------------------------------------------------------------
 
-#: A value as bytes: a pickle, and the memory of its arrays.
-Packed = list[Any]
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plain:
+    """A value of the user's that stays in this process."""
+
+    value: Any
+
+    @staticmethod
+    def of(value: Any) -> "Plain":
+        """Takes a value."""
+        return Plain(value)
+
+    def get(self) -> Any:
+        """Returns the value."""
+        return self.value
 
 
-def pack(value: Any) -> Packed:
-    """Pickles a value of the user's: functions and classes by their code where need be.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """A value of the user's as bytes: a pickle, and the memory of its arrays."""
 
-    So it is known here, before any worker is called, that it can be pickled; and what cannot be
-    read on the other side is an error of the method that reads it.
+    data: bytes
+    buffers: tuple[np.ndarray, ...]
 
-    Raises:
-        Exception: the value cannot be pickled.
+    @staticmethod
+    def of(value: Any) -> "Packed":
+        """Pickles a value: functions and classes by their code where need be.
+
+        So it is known here, before any worker is called, that it can be pickled; and what cannot be
+        read on the other side is an error of the method that reads it.
+
+        Raises:
+            Exception: the value cannot be pickled.
+        """
+        import ray.cloudpickle  # Ray takes long to import
+
+        cloudpickle: Any = ray.cloudpickle
+        buffers: list[pickle.PickleBuffer] = []
+        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        return Packed(data, tuple(np.frombuffer(own.raw(), np.uint8) for own in buffers))
+
+    def get(self) -> Any:
+        """Returns the value; its arrays have memory of their own."""
+        return pickle.loads(self.data, buffers=[bytearray(own) for own in self.buffers])
+
+
+class Applied:
+    """A function that runs on ranks.
+
+    Args:
+        pending: the call of the processes.
     """
-    import ray.cloudpickle  # Ray takes long to import
 
-    cloudpickle: Any = ray.cloudpickle
-    buffers: list[pickle.PickleBuffer] = []
-    data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return [data, *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
+    def __init__(self, pending: Any):
+        self._pending = pending
 
+    def results(self) -> dict[int, list[Any]]:
+        """Waits for all; returns by rank what each of its processes gave.
 
-def unpack(packed: Packed) -> Any:
-    """Undoes `pack`; the arrays have memory of their own."""
-    data, *buffers = packed
-    return pickle.loads(data, buffers=[bytearray(buffer) for buffer in buffers])
+        Raises:
+            Exception: what the function raised on a rank.
+            RankError: a rank has failed.
+        """
+        found: dict[int, list[Any]] = {}
+        for own in self._pending.values().values():
+            for rank, carried in own.items():
+                found.setdefault(rank, []).append(carried.get())
+        return found

@@ -1,4 +1,4 @@
-"""The steps of a remote mesh: loads them on the workers, and calls them."""
+"""The steps of a mesh over several processes: loads them there, and calls them."""
 
 import itertools
 import weakref
@@ -12,9 +12,9 @@ from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, to_host
 from jaxpp.runtime.executor import Description, Inspected, describe
-from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
-from jaxpp.runtime.remote._arrays import Arrays
-from jaxpp.runtime.remote._call import (
+from jaxpp.runtime.site._array import RemoteArray, RemoteSharding
+from jaxpp.runtime.site._arrays import Arrays
+from jaxpp.runtime.site._call import (
     CHECKS,
     Call,
     Given,
@@ -24,10 +24,10 @@ from jaxpp.runtime.remote._call import (
     Part,
     Source,
 )
-from jaxpp.runtime.remote._feed import Feeds
-from jaxpp.runtime.remote._interrupts import uninterrupted
-from jaxpp.runtime.remote._process import Process
-from jaxpp.runtime.remote._programs import Library
+from jaxpp.runtime.site._feed import Feeds
+from jaxpp.runtime.site._interrupts import uninterrupted
+from jaxpp.runtime.site._process import Process
+from jaxpp.runtime.site._programs import Library
 
 
 class Steps:
@@ -54,29 +54,13 @@ class Steps:
             number = self.library.add(bundle)
             step = RemoteStep(self, bundle, number)
             weakref.finalize(step, self.library.remove, number)
-            self.install(number)
+            self.group.agree(number, bundle)
+            self.group.install(number, self.library)
         return step
-
-    def install(self, step: int) -> None:
-        """Brings a step to the workers that do not have it, before any of them begins to run it."""
-        group, library = self.group, self.library
-        with uninterrupted():
-            for number, unused in library.removals().items():
-                group.send_by_rank(Process.unload, unused, number)
-                for member in group.members:
-                    member.steps.discard(number)
-        lack = [member for member in group.members if step not in member.steps]
-        if not lack:  # as in every call but the first
-            return
-        ranks = {rank for member in lack for rank in member.ranks}
-        loadings = {rank: library.loading(step, rank) for rank in ranks}
-        group.send_by_rank(Process.load, loadings).values()
-        for member in lack:
-            member.steps.add(step)
 
     def settle(self) -> None:
         """Waits until the callbacks of all calls have been made."""
-        every = dict.fromkeys(range(len(self.group.members)), ())
+        every = {member.worker: () for member in self.group.members}
         self.group.send(Process.settle, every).values()
 
     def flush(self) -> None:
@@ -137,7 +121,7 @@ class RemoteStep:
         donated = [args[n] for n in self.bundle.donated if isinstance(args[n], RemoteArray)]
         with group.order:
             self._check(args)
-            steps.install(self.number)
+            group.install(self.number, steps.library)
             while True:
                 group.wait_for_room()
                 with steps.arrays.lock, uninterrupted():

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxpp._program import Fed
 from jaxpp._specs import type_of
 from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.remote._call import Packed, pack, unpack
+from jaxpp.runtime.site._call import Packed, Plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,21 +22,21 @@ class Batch:
     Args:
         number: of the batch.
         load: the number of the function.
-        function: a reference to the `Function` in Ray's store.
-        value: the packed value.
+        function: a reference to the `Function`.
+        value: the value.
     """
 
     number: int
     load: int
     function: Any
-    value: Packed
+    value: Packed | Plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
-    """A packed function that loads batches."""
+    """A function that loads batches."""
 
-    packed: Packed
+    packed: Packed | Plain
 
 
 #: The functions that a mesh keeps; one that is used again later is described again.
@@ -48,15 +48,17 @@ class Feeds:
 
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
-        put: puts a value into Ray's store, once, and returns the reference.
+        put: puts a value where all sites find it, once, and returns the reference.
+        pack: makes a value of the user's ready to go to a site.
     """
 
     def __init__(
         self,
         describe: Callable[[Callable[[Any], Any], Any], Any],
         put: Callable[[Any], Any],
+        pack: Callable[[Any], Any],
     ):
-        self._describe, self._put = describe, put
+        self._describe, self._put, self._pack = describe, put, pack
         #: The functions that are kept, by number, as they are and packed, with their types.
         self._loads: dict[int, tuple[Callable[[Any], Any], Function, Any]] = {}
         self._numbers, self._batches = itertools.count(), itertools.count()
@@ -67,10 +69,10 @@ class Feeds:
         if number is None:
             types = self._describe(load, value)
             number = next(self._numbers)
-            self._loads[number] = load, Function(pack(load)), types
+            self._loads[number] = load, Function(self._pack(load)), types
             self._loads.pop(number - KEPT, None)
         _, function, types = self._loads[number]
-        batch = Batch(next(self._batches), number, self._put(function), pack(value))
+        batch = Batch(next(self._batches), number, self._put(function), self._pack(value))
         leaves, tree = jtu.tree_flatten(types)
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
@@ -79,7 +81,7 @@ class Loader:
     """A rank's side: loads batches one after the other, while the step before runs.
 
     Args:
-        get: gives the value of a reference into Ray's store.
+        get: gives the value of a reference.
     """
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
@@ -97,9 +99,9 @@ class Loader:
         value: Any = "what could not be read"
         try:
             if batch.load not in self._loads:
-                self._loads[batch.load] = unpack(self._get(batch.function).packed)
+                self._loads[batch.load] = self._get(batch.function).packed.get()
                 self._loads.pop(batch.load - KEPT, None)
-            value = unpack(batch.value)
+            value = batch.value.get()
             found = jtu.tree_leaves_with_path(self._loads[batch.load](value))
         except BaseException as error:  # noqa: B036  also an interrupt is told to the driver
             error.add_note(f"in the function that feeds the step, called with {value!r}")

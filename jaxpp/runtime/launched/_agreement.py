@@ -1,0 +1,97 @@
+"""Do all processes have the same step? Its text, to compare, and the first place that differs."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp._program import Bundle
+from jaxpp.runtime.arrays import to_host
+
+#: The causes that were seen.
+CAUSES = (
+    "Usual causes are the order of a set, the time, a random number without a fixed seed, and the "
+    "name of a host or the number of the process, in what the step closes over or builds on."
+)
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def text_of(bundle: Bundle) -> list[tuple[str, str]]:
+    """Writes all that a step is: lines, each with its place.
+
+    Addresses of objects are left out, and of arrays a hash stands for the values.
+    """
+    found: list[tuple[str, str]] = []
+
+    def add(place: str, what: Any) -> None:
+        lines = _ADDRESS.sub("0x", what if isinstance(what, str) else repr(what)).splitlines()
+        found.extend((place, line) for line in lines)
+
+    for kind, records in (("argument", bundle.arguments), ("result", bundle.results)):
+        for number, record in enumerate(records):
+            add(f"{kind} {number}", record)
+    for number, own in enumerate(bundle.computations):
+        place = f"computation {number} ({own.name})"
+        add(place, (own.donated, own.in_specs, own.out_specs))
+        add(place, str(own.jaxpr))
+        for value in _constants(own.jaxpr):
+            add(place, f"a constant {_hashed(value)}")
+    for program in bundle.programs:
+        place = f"the program of rank {program.rank}"
+        for instruction in program.instructions:
+            add(place, instruction)
+        for slot, value in program.constants:
+            add(place, f"constant in slot {slot}: {_hashed(value)}")
+    return found
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """Yields the arrays that a jaxpr, or one inside it, holds."""
+    yield from getattr(jaxpr, "consts", ())
+    for eqn in jaxpr.eqns:
+        yield from (x.val for x in eqn.invars if hasattr(x, "val") and np.ndim(x.val))
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns"):
+                    yield from _constants(inner)
+
+
+def _hashed(value: Any) -> str:
+    array: Any = to_host(value) if isinstance(value, jax.Array) else np.asarray(value)
+    digest = hashlib.sha256(array.tobytes()).hexdigest()
+    return f"{array.dtype}{list(array.shape)} of {digest[:16]}"
+
+
+def digest_of(text: Sequence[tuple[str, str]]) -> str:
+    """Returns a hash of a text."""
+    return hashlib.sha256(repr(text).encode()).hexdigest()
+
+
+def first_difference(texts: Mapping[int, Sequence[tuple[str, str]]]) -> str:
+    """Says which process has another text than process 0, and where it first differs.
+
+    Example:
+        >>> print(first_difference({0: [("argument 0", "x")], 1: [("argument 0", "y")]}))
+        process 1 differs from process 0 first in argument 0:
+          process 0: x
+          process 1: y
+    """
+    other = next(n for n, text in texts.items() if list(text) != list(texts[0]))
+    pairs = [*texts[0], ("its end", "")], [*texts[other], ("its end", "")]
+    (place, here), (there_place, there) = next(p for p in zip(*pairs, strict=False) if p[0] != p[1])
+    where = place if place == there_place else f"{place} (there {there_place})"
+    lines = "".join(
+        f"\n  process {n}: {_around(line, *pair)}"
+        for n, line, pair in ((0, here, (here, there)), (other, there, (here, there)))
+    )
+    return f"process {other} differs from process 0 first in {where}:{lines}"
+
+
+def _around(line: str, one: str, other: str) -> str:
+    """Cuts a long line to what is around its first difference."""
+    at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    start = max(0, at - 60)
+    return f"{'...' * bool(start)}{line[start : start + 160].strip()}"

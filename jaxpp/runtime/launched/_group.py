@@ -1,0 +1,318 @@
+"""The processes of a launched mesh: each calls its own ranks, and meets the others."""
+
+import concurrent.futures
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxpp._program import Bundle
+from jaxpp.runtime.launched import _agreement
+from jaxpp.runtime.launched._calls import Call, Lanes
+from jaxpp.runtime.launched._course import At, Course
+from jaxpp.runtime.launched._environment import Place, find_secret
+from jaxpp.runtime.launched._hub import Hub
+from jaxpp.runtime.launched._watch import LaunchedWatch
+from jaxpp.runtime.site import (
+    Death,
+    Failed,
+    Failure,
+    Group,
+    Hello,
+    Member,
+    Plain,
+    Process,
+    RankError,
+    versions,
+)
+
+
+class LaunchedGroup(Group):
+    """The processes of a launched mesh, of which this one calls its own.
+
+    All processes make the same calls in the same order. Most concern their own ranks alone. At some
+    they meet: each brings what its ranks have, and all get all of it.
+
+    Args:
+        place: of this process.
+        settings: a text of what all must have asked for.
+        start: starts JAX and the transport of this process's ranks, at an address that the others
+            reach; returns the transport, and the description of the process.
+        ranks: the ranks of each process.
+        describe: gives the stage and source line of a task, from its call's number and its label.
+        heartbeat_timeout: as of the mesh.
+        start_timeout: as of the mesh.
+    """
+
+    carrier = Plain
+    _watch: "LaunchedWatch"
+
+    def __init__(
+        self,
+        place: Place,
+        settings: str,
+        start: Callable[[bytes, str], tuple[Any, Hello]],
+        ranks: Sequence[tuple[int, ...]],
+        describe: Callable[[int, str], str],
+        heartbeat_timeout: float,
+        start_timeout: float,
+    ):
+        super().__init__("LaunchedMpmdMesh")
+        self.place = place
+        self._numbers, self._others, self._calls = itertools.count(), itertools.count(), 0
+        self._named: dict[str, Any] = {}
+        #: Process 0 compares where all are.
+        self._course = None if place.number else Course(place.count, self._differ)
+        self._next, self._leads = 0, False
+        self._lock = threading.RLock()
+        self._members = [Member(n, own) for n, own in enumerate(ranks)]
+        own = self._members[place.number]
+        self.members = [own]
+        self._process = Process(own.ranks)
+        self._lanes = Lanes(self._process)
+        timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
+        self._watch = LaunchedWatch(self, self._members, timeout, describe)
+        self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
+        try:
+            self._begin(settings, *start(secret, self.hub.address))
+        except BaseException as error:
+            self.fail(error)
+            self.hub.close()
+            raise
+
+    def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
+        """Begins to work with the other processes."""
+        self._process.have(transport, 0, lambda reference: reference)
+        self._watch.start()
+        self._process.when_failed(self.report)
+        found = self.meet(f"makes a mesh with {settings}", hello).values()
+        for member in self._members:
+            member.hello = found[member.worker]
+            self._check(member)
+        peers = {rank: m.hello.addresses for m in self._members for rank in m.ranks if m.hello}
+        transport.connect(peers)
+        self.meet("has connected", None).values()  # none sends before all are connected
+
+    def _check(self, member: Member) -> None:
+        own, theirs = versions(), member.hello.versions if member.hello else {}
+        if apart := [f"{n} {theirs[n]} (here {v})" for n, v in own.items() if theirs[n] != v]:
+            raise ValueError(
+                f"LaunchedMpmdMesh: {member} has {', '.join(apart)}; install the same versions on "
+                f"every host."
+            )
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def send(self, method: Callable[..., Any], args: Mapping[int, tuple], **_: Any) -> "Call":
+        """Calls a method of `Process` for this process's ranks; does not wait."""
+        own = self.place.number
+        if own not in args:
+            return Call(self._watch, None, set())
+        return Call(self._watch, self._lanes.call(method, *args[own]), {own})
+
+    def send_steps(self, calls: Mapping[int, Any]) -> None:
+        """Calls a step, and counts the call."""
+        self._calls += 1
+        super().send_steps(calls)
+
+    def put(self, value: Any) -> Any:
+        """Returns the value itself, since all processes have it."""
+        return value
+
+    def hellos(self) -> list[tuple[tuple[int, ...], Hello]]:
+        """Returns for each process its ranks, and its description of itself."""
+        return [(m.ranks, m.hello) for m in self._members if m.hello is not None]
+
+    def _owner(self, rank: int) -> int:
+        return next(m.worker for m in self._members if rank in m.ranks)
+
+    def fetch(self, rank: int, numbers: Sequence[int], split: bool) -> list[tuple[Any, int]]:
+        """Brings arrays of a rank to all processes."""
+        owner, key = self._owner(rank), self._arrive(f"fetches arrays {numbers} of rank {rank}")
+        here = owner == self.place.number
+        local = self._lanes.call(Process.fetch, rank, numbers) if here else None
+        return [(self._bring(key, local), owner)]
+
+    def wait(self, rank: int, number: int) -> tuple[Any, int]:
+        """Starts to wait for an array; where other processes have it, for this one's last call."""
+        own = self.place.number
+        if self._owner(rank) == own:
+            return self.send(Process.wait, {own: (rank, (number,))}), own
+        return self.send(Process.reach, {own: ()}), own
+
+    def apply(self, name: str, packed: Mapping[int, Any], ordered: bool, processes: int) -> Any:
+        """Starts a function on the ranks of each process; all get the results of all."""
+        if self._leads:
+            key = "led", next(self._others)
+            self.hub.tell(("led", key, packed, ordered))
+        elif ordered:
+            key = self._arrive(f"runs {name}")
+        else:
+            key = name, next(self._named.setdefault(name, itertools.count()))
+        return self._apply(key, packed, ordered)
+
+    def _apply(self, key: Any, packed: Mapping[int, Any], ordered: bool) -> "Call":
+        own = {r: packed[r] for r in self.members[0].ranks if r in packed}
+        method = Process.apply_in_order if ordered else Process.apply
+        return self._bring(key, self._lanes.call(method, own))
+
+    # ---- meetings -------------------------------------------------------------------------------
+
+    def meet(self, what: str, value: Any) -> "Call":
+        """Brings a value to a meeting of all processes; does not wait.
+
+        Args:
+            what: what the process does, in words, which must be the same in all of them.
+            value: its value.
+        """
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(value)
+        return self._bring(self._arrive(what), future)
+
+    def _arrive(self, what: str) -> Any:
+        """Comes to the next meeting in the order of all; returns its key."""
+        with self._lock:
+            number = next(self._numbers)
+            self._say(At(number, self._calls, what))
+            self._next = number + 1
+        return number, what
+
+    def _bring(self, key: Any, local: "concurrent.futures.Future[Any] | None") -> "Call":
+        """Brings to a meeting what a call of this process gives, as soon as it does."""
+        meeting = self.hub.meeting(key)
+
+        def bring(done: "concurrent.futures.Future[Any]") -> None:
+            try:
+                self.hub.bring(key, done.result())
+            except Failed as error:
+                self.hub.bring(key, error)
+            except Exception as error:
+                failure = Failure.of(error, self.members[0].ranks[0], -1, "")
+                self.hub.bring(key, Failed(failure, ends=False))
+
+        if local is None:
+            self.hub.bring(key, None)
+        else:
+            local.add_done_callback(bring)
+        return Call(self._watch, meeting, set(range(self.place.count)), local)
+
+    def agree(self, number: int, bundle: Bundle) -> None:
+        """Compares a step with those of the other processes.
+
+        Raises:
+            ValueError: one has another step; all processes raise it.
+        """
+        if self.place.count == 1:
+            return
+        text = _agreement.text_of(bundle)
+        digests = self.meet(f"places step {number}", _agreement.digest_of(text)).values()
+        if len(set(digests.values())) == 1:
+            return
+        texts = self.meet("compares a step", text).values()
+        raise ValueError(
+            f"LaunchedMpmdMesh: the processes do not have the same step: "
+            f"{_agreement.first_difference(texts)}\n{_agreement.CAUSES}"
+        )
+
+    def lead(self, what: str, function: Callable[[], Any], arrays: Any) -> Any:
+        """Runs a function in process 0, whose ranks and those of others it reaches by `apply`.
+
+        Args:
+            what: its name.
+            function: the function.
+            arrays: the records of arrays; what the function has made there is dropped again.
+
+        Returns:
+            In all processes what it has returned; raises what it has raised.
+        """
+        first = arrays.new_ids(0)
+        if self.place.number:
+            found = self.meet(what, None).values()[0]
+        else:
+            key, result = self._arrive(what), concurrent.futures.Future()
+            self._leads = True
+            try:
+                result.set_result((function(), arrays.new_ids(0)))
+            except Exception as error:
+                failure = Failure.of(error, 0, -1, what)
+                result.set_result((Failed(failure, ends=False), arrays.new_ids(0)))
+            finally:
+                self._leads = False
+            found = self._bring(key, result).values()[0]
+        outcome, last = found
+        if self.place.number and last > first:
+            arrays.new_ids(last - first)
+            made = tuple(range(first, last))
+            self.send_by_rank(Process.drop, dict.fromkeys(self.members[0].ranks, made))
+        if isinstance(outcome, Failed):
+            raise outcome.failure.cause()
+        return outcome
+
+    # ---- news -----------------------------------------------------------------------------------
+
+    def _hear(self, source: int, news: Any) -> None:
+        kind, *content = news
+        self._watch.heard.add(source)
+        match kind:
+            case "at":
+                if self._course is not None:
+                    self._course.hear(source, *content)
+            case "fails":
+                if self.place.number == 0:
+                    self.hub.pass_on(source, news)
+                self._watch.report(*content)
+            case "led":
+                key, packed, ordered = content
+                self._apply(key, packed, ordered)
+
+    def _lose(self, number: int) -> None:
+        death = Death("its process has ended")
+        self._watch.report(number, death)
+        if self.place.number == 0:
+            self.hub.tell(("fails", number, death))
+
+    def beat(self) -> None:
+        """Gives a sign of life, and says how far this process has come."""
+        self._say(At(self._next, self._calls))
+
+    def _say(self, at: At) -> None:
+        """Says where this process is."""
+        self.hub.tell(("at", at))
+        if self._course is not None:
+            self._course.hear(0, at)
+
+    def _differ(self, number: int, error: RuntimeError) -> None:
+        """Tells all processes that one does not make the calls of another."""
+        failure = Failure.of(error, self._members[number].ranks[0], -1, "")
+        self._watch.report(number, failure)
+        self.hub.tell(("fails", number, failure))
+
+    def report(self, failure: Failure) -> None:
+        """Tells all processes of the failure of this one."""
+        self._watch.report(self.place.number, failure)
+        self.hub.tell(("fails", self.place.number, failure))
+
+    # ---- its end --------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all processes that the user's script has raised an error in this one."""
+        if self.is_well and not self.stopped and not isinstance(error, RankError):
+            self.report(Failure.of(error, self.members[0].ranks[0], -1, "the script"))
+
+    def end_work(self, reason: str) -> None:
+        """Ends the work of this process's ranks."""
+        self._process.abort(reason)
+
+    def stop(self) -> None:
+        """Leaves the other processes; waits for them first, where all is well."""
+        with self.order:
+            if self.stopped:
+                return
+            try:
+                if not self._watch.fails:
+                    self.meet("shuts the mesh down", None).values()
+            finally:
+                self.stopped = True
+                self._watch.close()
+                self.hub.close()
+                self._process.close()

@@ -1,0 +1,232 @@
+"""The hub of a job: process 0 has a connection to each other one, and passes on what all hear."""
+
+import concurrent.futures
+import contextlib
+import functools
+import pickle
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxpp.runtime.launched._environment import Place
+from jaxpp.runtime.transport import Addresses, Door, PeerLost, connect, host_identity
+
+#: Seconds between two attempts to reach process 0.
+RETRY = 0.1
+#: Seconds that the end of a connection waits for what is to be written.
+FLUSH_TIMEOUT = 5.0
+
+
+class Line:
+    """A connection to another process: a thread reads messages, and another writes them.
+
+    Args:
+        connection: the connection.
+        take: called with each message.
+        lost: called once when the other end has gone without a word.
+    """
+
+    def __init__(
+        self, connection: socket.socket, take: Callable[[Any], None], lost: Callable[[], None]
+    ):
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+        self.address = connection.getsockname()[0]
+        self._socket, self._take, self._lost = connection, take, lost
+        self._ended = False
+        self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="jaxpp-hub", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name="jaxpp-hub", daemon=True).start()
+
+    def send(self, what: Any) -> None:
+        """Sends a message; does not wait.
+
+        Raises:
+            Exception: it cannot be pickled.
+        """
+        self._out.put(pickle.dumps(what))
+
+    def close(self) -> None:
+        """Says goodbye, and ends the connection once all has been written."""
+        self._out.put(None)
+        self._writer.join(FLUSH_TIMEOUT)
+        self._ended = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError), Connection(self._socket.dup().detach()) as out:
+            while (what := self._out.get()) is not None:
+                out.send_bytes(what)
+            out.send(None)
+
+    def _read(self) -> None:
+        with self._socket, Connection(self._socket.dup().detach()) as words:
+            with contextlib.suppress(Exception):  # of any sort, where it cannot be unpickled
+                while (what := words.recv()) is not None:
+                    self._take(what)
+                self._ended = True
+            if not self._ended:
+                self._lost()
+
+
+class Hub:
+    """Joins the processes of a job: meetings, to which each brings a value, and news for all.
+
+    Args:
+        place: of this process.
+        secret: what proves to process 0 that another is of the job, and the other way round.
+        timeout: seconds that all processes have to come.
+        hear: called with the sender's number and its news, on some thread.
+        lost: called with the number of a process that has gone without a word.
+
+    Raises:
+        RuntimeError: some have not come in time.
+        TransportError: they do not have the same secret.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        secret: bytes,
+        timeout: float,
+        hear: Callable[[int, Any], None],
+        lost: Callable[[int], None],
+    ):
+        self._place, self._hear, self._lost = place, hear, lost
+        self._lines: dict[int, Line] = {}
+        self._changed = threading.Condition()
+        self._brought: dict[Any, dict[int, Any]] = {}
+        self._meetings: dict[Any, concurrent.futures.Future[dict[int, Any]]] = {}
+        self.address = "127.0.0.1"
+        if place.count > 1:
+            meet = self._let_in if place.number == 0 else self._go_in
+            meet(secret, time.monotonic() + timeout, timeout)
+            self.address = next(iter(self._lines.values())).address
+
+    def _let_in(self, secret: bytes, deadline: float, timeout: float) -> None:
+        at = "127.0.0.1" if _is_loopback(self._place.host) else "0.0.0.0"
+        try:
+            door = Door("hub", secret, at, self._enter, port=self._place.port)
+        except OSError as error:
+            raise RuntimeError(
+                f"LaunchedMpmdMesh: process 0 cannot listen at port {self._place.port} ({error}): "
+                f"give the job another MASTER_PORT, or JAX_COORDINATOR_ADDRESS; this port is the "
+                f"one behind it."
+            ) from error
+        try:
+            with self._changed:
+                every = self._place.count - 1
+                self._changed.wait_for(
+                    lambda: len(self._lines) == every, max(0.0, deadline - time.monotonic())
+                )
+                late = [n for n in range(1, every + 1) if n not in self._lines]
+        finally:
+            door.close()
+        if late:
+            raise RuntimeError(
+                f"LaunchedMpmdMesh: of {self._place.count} processes, {late} have not come to "
+                f"{self._place.host} port {self._place.port} within {timeout:g} s; look whether "
+                f"the launcher has started them, and at what they say, or give a longer "
+                f"start_timeout."
+            )
+
+    def _enter(self, _: int, number: int, connection: socket.socket) -> bool:
+        with self._changed:
+            if number in self._lines:
+                return False
+            self._add(number, connection)
+            self._changed.notify_all()
+            return True
+
+    def _go_in(self, secret: bytes, deadline: float, timeout: float) -> None:
+        place = self._place
+        near = host_identity() if _is_loopback(place.host) else ""
+        there = Addresses(near, None, (place.host, place.port))
+        while True:
+            try:
+                connection = connect(0, place.number, 0, there, secret, "tcp")
+                break
+            except PeerLost as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"LaunchedMpmdMesh: process {place.number} of {place.count} has not found "
+                        f"process 0 at {place.host} port {place.port} within {timeout:g} s: "
+                        f"{error.reason}. Look whether it runs, and whether this host reaches it."
+                    ) from None
+                time.sleep(RETRY)
+        self._add(0, connection)
+
+    def _add(self, number: int, connection: socket.socket) -> None:
+        take = functools.partial(self._take, number)
+        self._lines[number] = Line(connection, take, lambda: self._lost(number))
+
+    # ---- news -----------------------------------------------------------------------------------
+
+    def tell(self, news: Any) -> None:
+        """Tells all other processes; does not wait."""
+        for line in list(self._lines.values()):
+            line.send(("news", self._place.number, news))
+
+    def pass_on(self, source: int, news: Any) -> None:
+        """Tells all but the one that has told process 0."""
+        for number, line in list(self._lines.items()):
+            if number != source:
+                line.send(("news", source, news))
+
+    # ---- meetings -------------------------------------------------------------------------------
+
+    def meeting(self, key: Any) -> "concurrent.futures.Future[dict[int, Any]]":
+        """Returns what will have the values that all processes bring under a key."""
+        with self._changed:
+            return self._meetings.setdefault(key, concurrent.futures.Future())
+
+    def bring(self, key: Any, value: Any) -> None:
+        """Brings this process's value; does not wait."""
+        if self._place.number == 0:
+            self._collect(0, key, value)
+        else:
+            self._lines[0].send(("bring", self._place.number, (key, value)))
+
+    def _collect(self, number: int, key: Any, value: Any) -> None:
+        with self._changed:
+            found = self._brought.setdefault(key, {})
+            found[number] = value
+            if len(found) < self._place.count:
+                return
+            del self._brought[key]
+        for line in self._lines.values():
+            line.send(("all", 0, (key, found)))
+        self._met(key, found)
+
+    def _met(self, key: Any, found: dict[int, Any]) -> None:
+        meeting = self.meeting(key)
+        with self._changed:
+            del self._meetings[key]
+        meeting.set_result(found)
+
+    def _take(self, number: int, what: Any) -> None:
+        kind, source, content = what
+        if kind == "bring":
+            self._collect(number, *content)
+        elif kind == "all":
+            self._met(*content)
+        else:
+            self._hear(source, content)
+
+    def close(self) -> None:
+        """Leaves; the others hear that it was meant."""
+        for line in self._lines.values():
+            line.close()
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(OSError):
+        return socket.getaddrinfo(host, 0)[0][4][0] in ("127.0.0.1", "::1")
+    return False

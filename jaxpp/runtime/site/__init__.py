@@ -1,0 +1,31 @@
+"""Runs the ranks of a process (`Process`), and calls those of many; knows no Ray, no launcher.
+
+`SiteMesh` is a mesh over several processes, `Group` how it calls them, `Watch` how it hears that
+one has failed.
+"""
+
+from jaxpp.runtime.site._array import RemoteArray as RemoteArray
+from jaxpp.runtime.site._array import RemoteSharding as RemoteSharding
+from jaxpp.runtime.site._call import Packed as Packed
+from jaxpp.runtime.site._call import Plain as Plain
+from jaxpp.runtime.site._failure import RESTART as RESTART
+from jaxpp.runtime.site._failure import Death as Death
+from jaxpp.runtime.site._failure import Failed as Failed
+from jaxpp.runtime.site._failure import Failure as Failure
+from jaxpp.runtime.site._failure import Lost as Lost
+from jaxpp.runtime.site._failure import RankError as RankError
+from jaxpp.runtime.site._group import Group as Group
+from jaxpp.runtime.site._interrupts import uninterrupted as uninterrupted
+from jaxpp.runtime.site._member import Hello as Hello
+from jaxpp.runtime.site._member import Member as Member
+from jaxpp.runtime.site._member import versions as versions
+from jaxpp.runtime.site._mesh import SiteMesh as SiteMesh
+from jaxpp.runtime.site._pickled import Traced as Traced
+from jaxpp.runtime.site._process import LANES as LANES
+from jaxpp.runtime.site._process import Process as Process
+from jaxpp.runtime.site._process import lane as lane
+from jaxpp.runtime.site._programs import Library as Library
+from jaxpp.runtime.site._watch import BEAT as BEAT
+from jaxpp.runtime.site._watch import POLL as POLL
+from jaxpp.runtime.site._watch import Watch as Watch
+from jaxpp.runtime.site._watch import end_stopped as end_stopped

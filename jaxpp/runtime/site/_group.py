@@ -1,0 +1,163 @@
+"""The processes of a mesh, as the process of the user's script calls them."""
+
+import collections
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxpp._program import Bundle
+from jaxpp.runtime.site._interrupts import uninterrupted
+from jaxpp.runtime.site._member import Hello
+from jaxpp.runtime.site._process import Process
+
+#: Calls of steps that may be under way before the next one waits for the oldest.
+IN_FLIGHT = 4
+
+Own = TypeVar("Own")
+
+
+class Group:
+    """The processes that this one calls, in the order of ranks. Subclasses say how.
+
+    Calls that several processes have to see in one order are sent under `order`.
+
+    Args:
+        kind: the name of the mesh's class, for errors.
+    """
+
+    members: Sequence[Any]
+    #: What a value of the user's becomes on its way to a process: `Packed` or `Plain`.
+    carrier: Any
+    _watch: Any
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        #: Held where calls have to have one order on all processes.
+        self.order = threading.RLock()
+        self.stopped = False
+        #: The calls of steps that some rank may not have dispatched yet, the oldest first.
+        self._flying: collections.deque[Any] = collections.deque()
+
+    # ---- what a subclass knows ------------------------------------------------------------------
+
+    def send(self, method: Callable[..., Any], args: Mapping[int, tuple], **how: Any) -> Any:
+        """Calls a method of `Process` on some processes; does not wait.
+
+        Args:
+            method: the method: `Process.run`.
+            args: the arguments by process.
+            **how: `returns`, the number of results of each.
+
+        Returns:
+            The call that is under way. It has `wait(timeout)`, which tells whether it has ended;
+            `values()`, which gives the results by process, or raises what a process has raised; and
+            `value(worker, place)`, one result of a method that gives None where it has failed.
+        """
+        raise NotImplementedError
+
+    def put(self, value: Any) -> Any:
+        """Puts a value where all processes find it, once; returns the reference."""
+        raise NotImplementedError
+
+    def agree(self, number: int, bundle: Bundle) -> None:
+        """Checks that all processes have the same step by a number."""
+
+    def hellos(self) -> Sequence[tuple[tuple[int, ...], Hello]]:
+        """Returns for each process its ranks, and its description of itself."""
+        return [(m.ranks, m.hello) for m in self.members if m.hello is not None]
+
+    def lead(self, what: str, function: Callable[[], Any], arrays: Any) -> Any:
+        """Runs a function in one of the processes that run the user's script; see `SiteMesh.lead`.
+
+        `arrays` are the records of arrays; what the function makes there does not outlive it.
+        """
+        return function()
+
+    def fetch(self, rank: int, numbers: Sequence[int], split: bool) -> list[tuple[Any, int]]:
+        """Asks for the values of arrays of a rank: the calls, and the process of each.
+
+        The results of a call are those of the arrays; with `split`, each process gives its shares.
+        """
+        workers = self.workers(rank)[: None if split else 1]
+        many = len(numbers)
+        return [(self.send(Process.fetch, {w: (rank, numbers)}, returns=many), w) for w in workers]
+
+    def wait(self, rank: int, number: int) -> tuple[Any, int]:
+        """Starts to wait until a rank has computed an array: the call, and its process."""
+        worker = self.workers(rank)[0]
+        return self.send(Process.wait, {worker: (rank, (number,))}), worker
+
+    def apply(self, name: str, packed: Mapping[int, Any], ordered: bool, processes: int) -> Any:
+        """Starts a function of a name on ranks, in the first processes of each.
+
+        Args:
+            name: the function's.
+            packed: by rank the carried function and its arguments.
+            ordered: whether it keeps its place among the steps.
+            processes: how many these are.
+        """
+        method = Process.apply_in_order if ordered else Process.apply
+        first = {m.worker for m in self.members if m.process < processes}
+        each = self.by_worker(packed).items()
+        return self.send(method, {w: (own,) for w, own in each if w in first})
+
+    # ---- in all of them -------------------------------------------------------------------------
+
+    def workers(self, rank: int) -> list[int]:
+        """Returns the numbers of the processes that have a rank, by their order in the rank."""
+        return [member.worker for member in self.members if rank in member.ranks]
+
+    def by_worker(self, by_rank: Mapping[int, Own]) -> dict[int, dict[int, Own]]:
+        """Returns for each process what is for its ranks, where there is something."""
+        found = {m.worker: {r: by_rank[r] for r in m.ranks if r in by_rank} for m in self.members}
+        return {worker: own for worker, own in found.items() if own}
+
+    def check_open(self) -> None:
+        """Raises a `ValueError` where the mesh has been shut down."""
+        if self.stopped:
+            raise ValueError(f"This {self._kind} has been shut down; make a new one.")
+
+    def check(self) -> None:
+        """Raises the error of the processes, if one has failed or they have been stopped."""
+        self.check_open()
+        self._watch.check()
+
+    @property
+    def is_well(self) -> bool:
+        """Tells whether no process has failed."""
+        return self._watch.error is None
+
+    def send_by_rank(
+        self, method: Callable[..., Any], by_rank: Mapping[int, Any], *first: Any
+    ) -> Any:
+        """Calls a method on the processes of some ranks; what is for their ranks comes last."""
+        own = self.by_worker(by_rank).items()
+        return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
+
+    def send_steps(self, calls: Mapping[int, Any]) -> None:
+        """Calls a step on all processes, and counts the call as under way."""
+        self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
+
+    def wait_for_room(self) -> None:
+        """Waits until one more call of a step may be under way."""
+        self.check()
+        while len(self._flying) >= IN_FLIGHT:
+            if self._flying[0].wait():
+                self._flying.popleft().values()
+            self.check()
+
+    def install(self, step: int, library: Any) -> None:
+        """Brings a step to the processes that do not have it, before any begins to run it."""
+        with uninterrupted():
+            for number, unused in library.removals().items():
+                self.send_by_rank(Process.unload, unused, number)
+                for member in self.members:
+                    member.steps.discard(number)
+        lack = [member for member in self.members if step not in member.steps]
+        if not lack:  # as in every call but the first
+            return
+        ranks = {rank for member in lack for rank in member.ranks}
+        loadings = {rank: library.loading(step, rank) for rank in ranks}
+        self.send_by_rank(Process.load, loadings).values()
+        for member in lack:
+            member.steps.add(step)

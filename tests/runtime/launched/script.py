@@ -1,0 +1,200 @@
+"""What each process of a launched job runs: `python script.py CASE FOLDER [FAULT]`."""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jaxpp
+from jaxpp import schedules
+
+WIDTH, BATCH, MICROBATCHES, STEPS = 8, 16, 4, 10
+
+#: The case's axes, number of layers, schedule, and options.
+CASES = {
+    "plain": ((4,), 4, schedules.OneFOneB(), {}),
+    "interleaved": ((2,), 4, schedules.Interleaved1F1B(2), {}),
+    "zero_bubble": ((4,), 4, schedules.ZeroBubbleH1(), {}),
+    "offload": ((2,), 2, schedules.Offload("gpipe"), {}),
+    "replicas": ((2, 2), 2, schedules.OneFOneB(), {"replicas": 2}),
+    "callbacks": ((2,), 2, schedules.OneFOneB(), {"callbacks": True}),
+}
+
+
+def axes_of(case):
+    shape = CASES[case][0]
+    return shape, ("mpmd", "data")[: len(shape)]
+
+
+def loss_fn(params, x, callbacks=False):
+    for i, w in enumerate(params):
+        x = jnp.tanh((x if i == 0 else jaxpp.pipeline_enter_stage(x)) @ w)
+        if callbacks:
+            jax.debug.callback(lambda n, i=i: print(f"stage {i} in {os.getpid()}", flush=True), 1)
+    return jnp.mean((x - 0.5) ** 2)
+
+
+def batch(number):
+    return np.random.RandomState(number).randn(BATCH, WIDTH).astype(np.float32)
+
+
+def begin(depth):
+    params = [np.random.RandomState(n).randn(WIDTH, WIDTH).astype(np.float32) for n in range(depth)]
+    return params, [np.zeros_like(w) for w in params]
+
+
+def make_state(key):
+    params = [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(key, 2)]
+    return params, jax.tree.map(jnp.zeros_like, params)
+
+
+def placed(case, mesh, feed=batch):
+    """The step of a case: its state is donated, and ranks load the batches by their numbers."""
+    _, _, schedule, options = CASES[case]
+
+    def loss(params, x):
+        return loss_fn(params, x, options.get("callbacks", False))
+
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss))
+    replicas = options.get("replicas", 1)
+    grad = jaxpp.microbatch(grad, MICROBATCHES // replicas, replicas=replicas)
+    grad = jaxpp.schedule(grad, schedule)
+
+    def step(params, momentum, x):
+        value, grads = grad(params, x)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum)
+        return params, momentum, value
+
+    split: Any = {"in_specs": (None, None, P("data"))} if replicas > 1 else {}
+    return jaxpp.place(step, mesh, donate_argnums=(0, 1), feed={2: feed}, **split)
+
+
+def train(case, mesh):
+    """The losses and the parameters of some steps, as plain arrays."""
+    step, state, losses = placed(case, mesh), begin(CASES[case][1]), []
+    for number in range(STEPS):
+        *state, loss = step(*state, number)
+        losses.append(float(loss))
+    return losses, [np.asarray(w) for w in jax.tree.leaves(jaxpp.gather(state))]
+
+
+def bitwise(case, folder):
+    with jaxpp.LaunchedMpmdMesh(*axes_of(case)) as mesh:
+        losses, state = train(case, mesh)
+        np.savez(folder / f"{mesh.process}.npz", np.array(losses), *state)
+    assert "ray" not in sys.modules
+
+
+def composes(folder):
+    """All else that a mesh does."""
+    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+        step = placed("callbacks", mesh)
+        made = step.initialize(make_state, jax.random.key(0), rest=(0,))
+        *state, loss = step(*made, 0)
+        jaxpp.save_state(folder / "saved", state)
+        like = state
+        try:
+            jaxpp.save_state(folder / "saved", state)
+        except FileExistsError as error:
+            (folder / f"refused{mesh.process}").write_text(str(error))
+        *state, loss = step(*state, 1)
+        *again, same = step(*jaxpp.load_state(folder / "saved", like), 1)
+        assert float(loss) == float(same)
+        mesh.start_trace(folder / "trace")
+        *state, loss = step(*state, 2)
+        trace = mesh.stop_trace()
+        assert {run.rank for run in trace.runs} == {0, 1} and not trace.errors
+        assert len(trace.calls) == 1 and all(trace.steps.values())
+        assert "are proven" in str(jaxpp.certify(step, *state, 2))
+        lowered = step.lower(*state, 2).compile()
+        assert len(lowered.describe().ranks) == 2
+        print(f"loss {loss} of {mesh!r} in process {mesh.process}", flush=True)
+
+
+def managed(folder):
+    """Orbax's manager, where the script has joined the processes by `jax.distributed`."""
+    import orbax.checkpoint as ocp
+
+    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    jax.distributed.initialize(address, count, number, cluster_detection_method="deactivate")
+    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+        step, state = placed("plain", mesh), begin(2)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        with ocp.CheckpointManager(folder / "kept", options=options) as manager:
+            for n in range(4):
+                *state, _ = step(*state, n)
+                manager.save(n, args=jaxpp.save_args(state))
+            manager.wait_until_finished()
+            assert list(manager.all_steps()) == [2, 3]
+            back = manager.restore(3, args=jaxpp.restore_args(state))
+            one, other = jaxpp.gather((back, state))
+            assert all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+            for n in range(4, 1000):
+                *state, _ = step(*state, n)
+                if n == 5 and number == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler that wants the host
+                if manager.reached_preemption(n):
+                    manager.save(n, args=jaxpp.save_args(state))
+                    break
+                time.sleep(0.01)
+        assert manager.latest_step() == n > 5
+
+
+def twice(folder):
+    """One mesh after the other; the second ends with the script."""
+    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+        placed("plain", mesh)(*begin(2), 0)
+    mesh = jaxpp.LaunchedMpmdMesh((2,))
+    *_, loss = placed("plain", mesh)(*begin(2), 0)
+    (folder / f"loss{mesh.process}").write_text(str(loss))
+
+
+def faulty(folder, fault):
+    """Trains for ever; process 1 has a fault at its fifth step, or is sent a signal by the test."""
+
+    def load(number):
+        if fault == "feed" and number == 5 and me == 0:
+            raise KeyError("no such batch")
+        return batch(number)
+
+    me = int(os.environ["RANK"])
+    limit = float(os.environ.get("JAXPP_TEST_START_TIMEOUT", "60"))
+    mesh = jaxpp.LaunchedMpmdMesh((2,), heartbeat_timeout=2.0, start_timeout=limit)
+    with mesh:
+        if fault == "unequal" and me == 1:
+            global MICROBATCHES
+            MICROBATCHES = 8
+        step, state = placed("plain", mesh, load), begin(2)
+        for number in range(100_000):
+            *state, loss = step(*state, number)
+            value = float(loss)
+            if number == 5:
+                (folder / f"pid{me}").write_text(str(os.getpid()))
+                if me == 1 and fault == "raises":
+                    raise ValueError(f"a bad loss: {value}")
+                if me == 1 and fault == "exits":
+                    sys.exit(0)
+                if me == 1 and fault == "alone":
+                    float(jnp.sum(jaxpp.gather(state[0][0])))
+                if me == 1 and fault == "again":
+                    *state, _ = step(*state, number)
+            if number > 5:
+                time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    case, folder, *rest = sys.argv[1:]
+    run = {"composes": composes, "managed": managed, "twice": twice, "faulty": faulty}.get(case)
+    if run is None:
+        bitwise(case, pathlib.Path(folder))
+    else:
+        run(pathlib.Path(folder), *rest)

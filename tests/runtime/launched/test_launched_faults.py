@@ -1,0 +1,79 @@
+"""A process that fails, ends, stops or does something else: the others end, and name it."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.runtime.launched.jobs import Job
+
+#: Seconds from the fault to the end of the others: for a stopped process, `heartbeat_timeout` more.
+LIMIT = 10
+
+
+def started(folder, fault):
+    """A job that trains, and the number of process 1."""
+    job = Job(2, "faulty", folder, fault)
+    end = time.monotonic() + 90
+    while not all((folder / f"pid{n}").exists() for n in range(2)):
+        if time.monotonic() > end or any(p.poll() is not None for p in job.processes):
+            break  # what the processes say is in the test's own failure
+        time.sleep(0.02)
+    return job
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT"])
+def test_a_signal_to_one_process_ends_the_other(tmp_path, name, victim):
+    job, other = started(tmp_path, "none"), 1 - victim
+    before = time.monotonic()
+    os.kill(job.processes[victim].pid, getattr(signal, name))
+    code = job.processes[other].wait(30)
+    took = time.monotonic() - before
+    found = job.wait(30)
+    assert code == 1 and took < LIMIT
+    told = f"jaxpp.RankError: rank {victim} (process {job.processes[victim].pid} on "
+    assert told in found[other][1]
+    assert all(code != 0 for code, _ in found)
+    if name == "SIGINT":
+        assert re.search("has failed in the script: KeyboardInterrupt", found[other][1])
+    print(f"{name} of process {victim}: {took:.2f} s")
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "told"),
+    [
+        ("raises", (1, 1), "rank 1 .* has failed in the script: ValueError: a bad loss: "),
+        ("feed", (1, 1), "rank 0 .* has failed in the function that feeds .*: KeyError: 'no such"),
+        ("alone", (1, 1), "do not make the same calls: process [01] fetches"),
+        ("again", (1, 1), "do not make the same calls"),
+        ("exits", (1, 1), "do not make the same calls: .* shuts the mesh down"),
+        ("unequal", (1, 1), "process 1 differs from process 0 first in "),
+    ],
+)
+def test_what_a_script_does_otherwise_in_one_process_ends_all(tmp_path, fault, codes, told):
+    found = Job(2, "faulty", tmp_path, fault).wait(90)
+    for (code, output), wanted in zip(found, codes, strict=True):
+        assert code == wanted, output
+    own = [output for (_, output), wanted in zip(found, codes, strict=True) if wanted]
+    assert any(re.search(told, output) for output in own), own
+
+
+def test_a_process_that_never_starts_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXPP_TEST_START_TIMEOUT", "3")
+    ((code, output),) = Job(2, "faulty", tmp_path, "none", started=1).wait(60)
+    assert code == 1 and "of 2 processes, [1] have not come to 127.0.0.1 port" in output
+
+
+def test_a_process_with_another_secret_is_refused(tmp_path, monkeypatch):
+    from tests.runtime.launched import jobs
+
+    secrets = iter(["one", "another"])
+    monkeypatch.setenv("JAXPP_TEST_START_TIMEOUT", "5")
+    plain = jobs.environment
+    monkeypatch.setattr(jobs, "environment", lambda: plain(next(secrets)))
+    first, second = Job(2, "faulty", tmp_path, "none").wait(60)
+    assert first[0] == second[0] == 1
+    assert "do not have the same secret" in second[1] and "[1] have not come" in first[1]

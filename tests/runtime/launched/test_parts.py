@@ -1,0 +1,125 @@
+"""What a process reads of its launcher, and how the processes compare what they do."""
+
+import stat
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpp
+from jaxpp.runtime.launched import _agreement, _environment
+from jaxpp.runtime.launched._course import At, Course
+from jaxpp.runtime.launched._environment import Place, find_place, find_secret, visible_gpus
+from tests.runtime.launched import jobs
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpich", "jax_itself"])
+def test_the_place_of_a_process_is_what_its_launcher_says(launcher):
+    own = {k: str(v) for k, v in jobs.LAUNCHERS[launcher](1, 4, 29500).items()}
+    place = find_place(own)
+    assert (place.number, place.count, place.host, place.port) == (1, 4, "127.0.0.1", 29501)
+    assert place.on_host == ((0, 1) if launcher == "jax_itself" else (1, 4))
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "open_mpi"])
+def test_jax_detects_the_place(launcher, monkeypatch):
+    for name, value in jobs.LAUNCHERS[launcher](1, 4, 77).items():
+        monkeypatch.setenv(name, str(value))
+    place = find_place()
+    assert (place.number, place.count, place.on_host) == (1, 4, (1, 4))
+    assert place.host in ("localhost", "127.0.0.1")
+
+
+def test_a_process_that_no_launcher_has_started_is_told_of_them(monkeypatch):
+    monkeypatch.setattr(_environment._compat, "detect_cluster", lambda: None)
+    with pytest.raises(ValueError, match="no launcher has started .*torchrun.*MpmdMesh runs all"):
+        find_place({})
+    with pytest.raises(ValueError, match="process 1 of 2, .* set MASTER_ADDR and MASTER_PORT"):
+        find_place({"PMI_RANK": "1", "PMI_SIZE": "2"})
+
+
+def test_a_number_of_ranks_that_cannot_be_divided_is_refused(monkeypatch):
+    for name, value in jobs.torchrun(0, 3, 29500).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match="4 ranks evenly .* and 3 have been started"):
+        jaxpp.LaunchedMpmdMesh((4,))
+
+
+@pytest.mark.parametrize(
+    ("on_host", "needed", "given", "found"),
+    [
+        ((0, 1), 4, None, ""),
+        ((1, 4), 1, None, "1"),
+        ((1, 2), 2, "4,5,6,7", "2,3"),
+        ((3, 4), 1, "0", ""),
+        ((1, 2), 2, "4,5", ""),
+    ],
+)
+def test_the_processes_of_a_host_share_its_gpus(on_host, needed, given, found):
+    own = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    assert visible_gpus(Place(0, 8, on_host=on_host), needed, own) == found
+
+
+def test_the_secret_of_a_user_is_made_once_and_only_the_user_can_read_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAXPP_SECRET", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    secret, (path,) = find_secret(), tmp_path.iterdir()
+    assert secret == find_secret() and len(secret) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        find_secret()
+    monkeypatch.setenv("JAXPP_SECRET", "of the job")
+    assert find_secret() == b"of the job"
+
+
+# ---- agreement ----------------------------------------------------------------------------------
+
+
+def text(scale=1.0, constant=1.0):
+    table = jnp.full(3, constant)
+    mesh = jaxpp.MpmdMesh((1,), devices=jax.devices()[:1])
+    step = jaxpp.place(lambda x: scale * x + table, mesh)
+    return _agreement.text_of(step.lower(jnp.ones(3)).bundle)
+
+
+def test_the_same_step_has_the_same_text_though_it_is_traced_again():
+    assert _agreement.digest_of(text()) == _agreement.digest_of(text())
+
+
+@pytest.mark.parametrize("other", [{"scale": 2.0}, {"constant": 2.0}])
+def test_a_step_that_differs_has_another_text(other):
+    texts = {0: text(), 1: text(), 2: text(**other)}
+    assert _agreement.digest_of(texts[0]) != _agreement.digest_of(texts[2])
+    told = _agreement.first_difference(texts)
+    assert told.startswith("process 2 differs from process 0 first in ")
+    assert "\n  process 0: " in told and "\n  process 2: " in told
+
+
+def heard(*each, count=2):
+    errors = []
+    course = Course(count, lambda number, error: errors.append((number, str(error))))
+    for number, at in each:
+        course.hear(number, at)
+    return errors
+
+
+def test_processes_that_do_the_same_in_any_order_are_at_one():
+    assert not heard(
+        (0, At(0, 0, "saves")), (1, At(0, 0)), (1, At(0, 0, "saves")), (1, At(1, 3)),
+        (0, At(1, 2)), (1, At(1, 3, "fetches")), (0, At(1, 3)), (0, At(1, 3, "fetches")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        [(0, At(0, 1, "saves")), (1, At(0, 1, "fetches"))],
+        [(0, At(0, 1, "saves")), (1, At(0, 2, "saves"))],
+        [(0, At(0, 1, "saves")), (1, At(0, 2))],
+        [(1, At(0, 1, "saves")), (0, At(0, 2))],
+    ],
+)
+def test_who_does_otherwise_is_found(each):
+    ((number, told),) = heard(*each)
+    assert number == 1 and "process 0 " in told and "process 1 " in told
