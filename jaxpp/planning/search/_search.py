@@ -112,15 +112,15 @@ def find(
         length, heat = LENGTHS[min(turn, len(LENGTHS) - 1)], HEAT
         choose = random.Random(seed * 1_000_003 + number)
         earlier = known[way]
-        # The first two rounds, and then every third one, begin anew.
-        if turn > 1 and turn % 3 and earlier:
+        # The first two rounds, and then every other one, begin anew.
+        if turn > 1 and turn % 2 == 0 and earlier:
             _, begin, rule = earlier[choose.randrange(min(3, len(earlier)))]
             heat = REHEAT
         else:
-            begin = start(setting, way[0], turn if turn < 2 else turn // 3 + 1, way[1])
+            begin = start(setting, way[0], (turn + 1) // 2, way[1])
             rule = turn % EAGER
-            # Where memory is limited, every other round frees it early.
-            rule += EAGER * (turn % 2) if setting.memory_limit < math.inf else 0
+            # Where memory is limited, every other such round frees it early.
+            rule += EAGER * (turn // 2 % 2) if setting.memory_limit < math.inf else 0
         anneal = _Round(setting, rule, length, heat, choose, deadline)
         value, choice, judged = anneal.run(begin, min(length, tries - tried))
         tried += judged
