@@ -7,7 +7,7 @@ import math
 import pathlib
 import random
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -352,8 +352,9 @@ def test_a_limit_that_one_microbatch_breaks_is_an_error():
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
+    given: Any = {"costs": Costs(), "placement": (0, 1), "num_microbatches": 2, **arguments}
     with pytest.raises(ValueError, match=message):
-        synthesize(**{"costs": Costs(), "placement": (0, 1), "num_microbatches": 2, **arguments})
+        synthesize(**given)
 
 
 def test_the_exact_solver_says_what_to_install(monkeypatch):

@@ -220,8 +220,9 @@ def test_cp_sat_proves_how_much_another_order_gains():
     ],
 )
 def test_bad_arguments_are_named(options, message):
+    given: Any = {"ranks": 2, "microbatches": 4, "tries": 20, **options}
     with pytest.raises(ValueError, match=message):
-        plan_layers(layers_of(0), **{"ranks": 2, "microbatches": 4, "tries": 20, **options})
+        plan_layers(layers_of(0), **given)
 
 
 @pytest.mark.parametrize(
