@@ -27,7 +27,7 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
 HEADINGS = re.findall(r"^### `(.*)`$", PAGE.read_text(), re.M)
 #: Messages that need worker processes; another test makes them appear.
 ELSEWHERE = {
-    "This RemoteMpmdMesh has been shut down; make a new one",
+    "This mesh has been shut down; make a new one",
     "gpus_per_rank=0 lets ranks run on CPU",
 }
 WEIGHTS, BATCH = [jnp.eye(4)] * 4, jnp.ones((8, 4))

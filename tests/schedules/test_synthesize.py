@@ -61,15 +61,9 @@ class Instance:
             split,
         )
 
-    def synthesize(self, **options):
-        return synthesize(
-            self.costs,
-            self.placement,
-            self.microbatches,
-            memory=self.memory,
-            memory_limit=self.limit,
-            **{"evaluations": 60, **options},
-        )
+    def synthesize(self, **options: Any):
+        given: Any = {"evaluations": 60, "memory": self.memory, "memory_limit": self.limit}
+        return synthesize(self.costs, self.placement, self.microbatches, **{**given, **options})
 
 
 @st.composite

@@ -57,7 +57,7 @@ class LaunchedGroup(Group):
         heartbeat_timeout: float,
         start_timeout: float,
     ):
-        super().__init__("LaunchedMpmdMesh")
+        super().__init__()
         self.place = place
         self._numbers, self._others, self._calls = itertools.count(), itertools.count(), 0
         self._named: dict[str, Any] = {}

@@ -70,7 +70,7 @@ class WorkerGroup(Group):
     carrier = Packed
 
     def __init__(self, settings: Settings, describe: Callable[[int, str], str]):
-        super().__init__("RemoteMpmdMesh")
+        super().__init__()
         self._warned = False
         self._describe = describe
         config: Any = jax.config

@@ -20,9 +20,6 @@ class Group:
     """The processes that this one calls, in the order of ranks. Subclasses say how.
 
     Calls that several processes have to see in one order are sent under `order`.
-
-    Args:
-        kind: the name of the mesh's class, for errors.
     """
 
     members: Sequence[Any]
@@ -30,8 +27,7 @@ class Group:
     carrier: Any
     _watch: Any
 
-    def __init__(self, kind: str):
-        self._kind = kind
+    def __init__(self):
         #: Held where calls have to have one order on all processes.
         self.order = threading.RLock()
         self.stopped = False
@@ -115,7 +111,7 @@ class Group:
     def check_open(self) -> None:
         """Raises a `ValueError` where the mesh has been shut down."""
         if self.stopped:
-            raise ValueError(f"This {self._kind} has been shut down; make a new one.")
+            raise ValueError("This mesh has been shut down; make a new one.")
 
     def check(self) -> None:
         """Raises the error of the processes, if one has failed or they have been stopped."""
