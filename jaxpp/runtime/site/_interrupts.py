@@ -1,8 +1,39 @@
-"""Lets a Ctrl-C wait for the end of a change that must be whole."""
+"""A Ctrl-C waits for the end of a change that must be whole, and is never lost."""
 
+import dataclasses
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
+
+#: Seconds after which a Ctrl-C that Python has dropped comes again.
+AGAIN = 0.05
+
+
+def keep_interrupts() -> None:
+    """Lets a Ctrl-C come again that Python has dropped; may be repeated.
+
+    Python drops what is raised while it collects garbage, where JAX has a callback of its own.
+    """
+    if not isinstance(sys.unraisablehook, _ComeAgain):
+        sys.unraisablehook = _ComeAgain(sys.unraisablehook)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ComeAgain:
+    """Interrupts the main thread again where a Ctrl-C was dropped; shows other errors as before."""
+
+    before: Callable[[Any], Any]
+
+    def __call__(self, dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            return self.before(dropped)
+        # Not at once: this would be dropped, too, as all that is raised here.
+        main: Any = threading.main_thread().ident
+        timer = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
 
 
 class uninterrupted:  # noqa: N801  read as a word of the `with` statement

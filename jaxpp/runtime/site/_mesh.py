@@ -15,6 +15,7 @@ from jaxpp.runtime.site._arrays import Arrays
 from jaxpp.runtime.site._call import Applied
 from jaxpp.runtime.site._feed import Feeds, describe_batch
 from jaxpp.runtime.site._group import Group
+from jaxpp.runtime.site._interrupts import keep_interrupts
 from jaxpp.runtime.site._programs import Library
 from jaxpp.runtime.site._step import Steps
 
@@ -36,6 +37,7 @@ class SiteMesh:
 
     def _begin(self, group: Group, library: Library) -> None:
         """Begins to call the processes of a group."""
+        keep_interrupts()
         feeds = Feeds(self._types_of, group.put, group.carrier.of)
         self._arrays = Arrays(self, group)
         self._steps = Steps(self._arrays, group, library, feeds)
