@@ -39,7 +39,6 @@ class LaunchedGroup(Group):
         start: starts JAX and the transport of this process's ranks, at an address that the others
             reach; returns the transport, and the description of the process.
         ranks: the ranks of each process.
-        describe: gives the stage and source line of a task, from its call's number and its label.
         heartbeat_timeout: as of the mesh.
         start_timeout: as of the mesh.
     """
@@ -53,7 +52,6 @@ class LaunchedGroup(Group):
         settings: str,
         start: Callable[[bytes, str], tuple[Any, Hello]],
         ranks: Sequence[tuple[int, ...]],
-        describe: Callable[[int, str], str],
         heartbeat_timeout: float,
         start_timeout: float,
     ):
@@ -71,7 +69,7 @@ class LaunchedGroup(Group):
         self._process = Process(own.ranks)
         self._lanes = Lanes(self._process)
         timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
-        self._watch = LaunchedWatch(self, self._members, timeout, describe)
+        self._watch = LaunchedWatch(self, self._members, timeout)
         self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
         try:
             self._begin(settings, *start(secret, self.hub.address))
@@ -82,7 +80,7 @@ class LaunchedGroup(Group):
 
     def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
         """Begins to work with the other processes."""
-        self._process.have(transport, 0, lambda reference: reference)
+        self._process.have(transport, lambda reference: reference)
         self._watch.start()
         self._process.when_failed(self.report)
         found = self.meet(f"makes a mesh with {settings}", hello).values()

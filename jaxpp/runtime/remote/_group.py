@@ -45,6 +45,9 @@ from jaxpp.runtime.site import (
 )
 from jaxpp.runtime.transport import warn_of_open_ports
 
+#: Seconds that Ray has to bring the last lines that ranks have printed.
+PRINTING = 0.5
+
 #: Ray's decorator; its overloads do not know its options.
 _remote: Any = ray.remote
 
@@ -60,7 +63,6 @@ class WorkerGroup(Group):
 
     Args:
         settings: how they are started.
-        describe: gives the stage and source line of a task, from its call's number and its label.
 
     Raises:
         ValueError: the cluster cannot hold them, or they differ from the driver in a version.
@@ -69,10 +71,9 @@ class WorkerGroup(Group):
 
     carrier = Packed
 
-    def __init__(self, settings: Settings, describe: Callable[[int, str], str]):
+    def __init__(self, settings: Settings):
         super().__init__()
         self._warned = False
-        self._describe = describe
         config: Any = jax.config
         self._x64 = bool(config.jax_enable_x64)
         self._secret = secrets.token_bytes(32)
@@ -87,7 +88,7 @@ class WorkerGroup(Group):
             gpus, many = settings.devices_per_rank * settings.gpus_per_rank, 1
             if settings.may_share:
                 many = ranks_of_a_node(settings.num_ranks, gpus)
-            many = self.ranks_per_process = settings.ranks_per_process or many
+            many = settings.ranks_per_process or many
             self._settings = dataclasses.replace(settings, ranks_per_process=many)
             self._reservation = reserve_places(
                 self._session,
@@ -138,6 +139,13 @@ class WorkerGroup(Group):
         return reference
 
     # ---- life -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Waits until the callbacks of all calls have been made, and their lines are here."""
+        try:
+            super().settle()
+        finally:
+            time.sleep(PRINTING)
 
     def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
@@ -227,7 +235,7 @@ class WorkerGroup(Group):
             member.hello = hello
         warn_of_open_ports([hello.addresses for hello in hellos])
         timeout = self._settings.heartbeat_timeout
-        self._watch = WorkerWatch(self.members, timeout, self._describe, RESTART)
+        self._watch = WorkerWatch(self.members, timeout, self.library.describe, RESTART)
         self._watch.start()
         # Processes of the same number in their ranks send to each other.
         peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)

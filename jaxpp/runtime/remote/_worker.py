@@ -23,7 +23,7 @@ class Worker(Process):
         import ray
 
         transport, hello = start_ranks(setup)
-        self.have(transport, setup.process, ray.get)
+        self.have(transport, ray.get)
         return hello
 
     @lane("life")

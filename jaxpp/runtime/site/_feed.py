@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxpp._program import Fed
 from jaxpp._specs import type_of
 from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.site._call import Packed, Plain
+from jaxpp.runtime.site._carried import Carried
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,21 +22,14 @@ class Batch:
     Args:
         number: of the batch.
         load: the number of the function.
-        function: a reference to the `Function`.
+        function: a reference to the function, which is carried.
         value: the value.
     """
 
     number: int
     load: int
     function: Any
-    value: Packed | Plain
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Function:
-    """A function that loads batches."""
-
-    packed: Packed | Plain
+    value: Carried
 
 
 #: The functions that a mesh keeps; one that is used again later is described again.
@@ -49,18 +42,18 @@ class Feeds:
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
         put: puts a value where all sites find it, once, and returns the reference.
-        pack: makes a value of the user's ready to go to a site.
+        carry: makes a value of the user's ready to go to a site.
     """
 
     def __init__(
         self,
         describe: Callable[[Callable[[Any], Any], Any], Any],
         put: Callable[[Any], Any],
-        pack: Callable[[Any], Any],
+        carry: Callable[[Any], Carried],
     ):
-        self._describe, self._put, self._pack = describe, put, pack
-        #: The functions that are kept, by number, as they are and packed, with their types.
-        self._loads: dict[int, tuple[Callable[[Any], Any], Function, Any]] = {}
+        self._describe, self._put, self._carry = describe, put, carry
+        #: The functions that are kept, by number, as they are and carried, with their types.
+        self._loads: dict[int, tuple[Callable[[Any], Any], Carried, Any]] = {}
         self._numbers, self._batches = itertools.count(), itertools.count()
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
@@ -69,10 +62,10 @@ class Feeds:
         if number is None:
             types = self._describe(load, value)
             number = next(self._numbers)
-            self._loads[number] = load, Function(self._pack(load)), types
+            self._loads[number] = load, self._carry(load), types
             self._loads.pop(number - KEPT, None)
         _, function, types = self._loads[number]
-        batch = Batch(next(self._batches), number, self._put(function), self._pack(value))
+        batch = Batch(next(self._batches), number, self._put(function), self._carry(value))
         leaves, tree = jtu.tree_flatten(types)
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
@@ -99,7 +92,7 @@ class Loader:
         value: Any = "what could not be read"
         try:
             if batch.load not in self._loads:
-                self._loads[batch.load] = self._get(batch.function).packed.get()
+                self._loads[batch.load] = self._get(batch.function).get()
                 self._loads.pop(batch.load - KEPT, None)
             value = batch.value.get()
             found = jtu.tree_leaves_with_path(self._loads[batch.load](value))

@@ -1,7 +1,6 @@
-"""The steps of a mesh over several processes: loads them there, and calls them."""
+"""A step of a mesh over several processes, and its calls."""
 
 import itertools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,64 +23,24 @@ from jaxpp.runtime.site._call import (
     Part,
     Source,
 )
-from jaxpp.runtime.site._feed import Feeds
+from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._process import Process
-from jaxpp.runtime.site._programs import Library
-
-
-class Steps:
-    """The steps of a mesh, in one order for all ranks.
-
-    Args:
-        arrays: the records of the mesh's arrays.
-        group: the workers.
-        library: the program cache.
-        feeds: the functions that feed steps.
-    """
-
-    def __init__(self, arrays: Arrays, group: Any, library: Library, feeds: Feeds):
-        self.arrays, self.group, self.library, self.feeds = arrays, group, library, feeds
-        self.mesh = arrays.mesh
-        self.calls = itertools.count(1)
-        #: The trace that is being recorded, if there is one.
-        self.tracing: Any = None
-
-    def load(self, bundle: Bundle) -> "RemoteStep":
-        """Compiles a step on the workers."""
-        with self.group.order:
-            self.group.check()
-            number = self.library.add(bundle)
-            step = RemoteStep(self, bundle, number)
-            weakref.finalize(step, self.library.remove, number)
-            self.group.agree(number, bundle)
-            self.group.install(number, self.library)
-        return step
-
-    def settle(self) -> None:
-        """Waits until the callbacks of all calls have been made."""
-        every = {member.worker: () for member in self.group.members}
-        self.group.send(Process.settle, every).values()
-
-    def flush(self) -> None:
-        """Tells the ranks at once which arrays they may drop; else the next call tells them."""
-        with self.group.order, uninterrupted():
-            released = {r: own for r, own in enumerate(self.arrays.releases()) if own}
-            self.group.send_by_rank(Process.drop, released)
-
-    def restart(self) -> None:
-        """Notes that all arrays and the trace are lost."""
-        self.arrays.restart()
-        self.tracing = None
 
 
 class RemoteStep:
-    """A step's programs, loaded on the workers of a mesh; called with its flat arguments."""
+    """A step's programs, loaded on the workers of a mesh; called with its flat arguments.
 
-    def __init__(self, steps: Steps, bundle: Bundle, number: int):
-        self.bundle = bundle
-        self.number = number
-        self._steps, self._mesh = steps, steps.mesh
+    Args:
+        bundle: what it runs.
+        number: the number by which the workers know it.
+        arrays: the records of the mesh's arrays.
+        group: the workers.
+    """
+
+    def __init__(self, bundle: Bundle, number: int, arrays: Arrays, group: Group):
+        self.bundle, self.number = bundle, number
+        self._arrays, self._group, self._mesh = arrays, group, arrays.mesh
         self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.arguments))
         self._types = [ArrayType.of(a.aval) for a in bundle.arguments]
         held = _ranks_of([p.outputs for p in bundle.programs], len(bundle.results))
@@ -117,20 +76,20 @@ class RemoteStep:
             for n, arg in enumerate(args)
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
-        steps, group = self._steps, self._steps.group
+        group, arrays = self._group, self._arrays
         donated = [args[n] for n in self.bundle.donated if isinstance(args[n], RemoteArray)]
         with group.order:
             self._check(args)
-            group.install(self.number, steps.library)
+            group.install(self.number)
             while True:
                 group.wait_for_room()
-                with steps.arrays.lock, uninterrupted():
-                    if not (readers := steps.arrays.readers(donated)):
-                        return self._call(next(steps.calls), args, values)
+                with arrays.lock, uninterrupted():
+                    if not (readers := arrays.readers(donated)):
+                        return self._call(next(group.calls), args, values)
                 readers[0].wait()
 
     def _check(self, args: Sequence[Any]) -> None:
-        self._steps.group.check()
+        self._group.check()
         for arg in args:
             if isinstance(arg, RemoteArray):
                 if arg.mesh is not self._mesh:
@@ -138,14 +97,14 @@ class RemoteStep:
                         f"{arg!r} is on another mesh than the step; fetch it with jax.device_get "
                         f"first."
                     )
-                self._steps.arrays.check_exists(arg)
+                self._arrays.check_exists(arg)
 
     def _call(self, number: int, args: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         """Calls the step on all workers, and takes note of it, without a wait."""
-        steps, bundle, group = self._steps, self.bundle, self._steps.group
+        bundle, arrays = self.bundle, self._arrays
         moves, dropped = self._plan(args)
-        released = steps.arrays.releases()
-        results = steps.arrays.new_ids(len(self._held))
+        released = arrays.releases()
+        results = arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
         parts = {
             program.rank: Part(
@@ -157,13 +116,13 @@ class RemoteStep:
         }
         calls = {
             worker: Call(number, self.number, results, checks, own)
-            for worker, own in group.by_worker(parts).items()
+            for worker, own in self._group.by_worker(parts).items()
         }
-        steps.library.called(number, self.number)
+        self._group.library.called(number, self.number)
         self._load_batches(args)
-        group.send_steps(calls)
-        if steps.tracing is not None:
-            steps.tracing.steps[self.number] = bundle
+        self._group.send_steps(calls)
+        if (tracing := self._mesh.tracing) is not None:
+            tracing.steps[self.number] = bundle
         for n in bundle.donated:
             arg = args[n]
             if isinstance(arg, RemoteArray):
@@ -171,16 +130,16 @@ class RemoteStep:
             elif isinstance(arg, jax.Array):
                 arg.delete()
         held = enumerate(self._held, results)
-        return [RemoteArray(steps.arrays, id_, *own) for id_, own in held]
+        return [RemoteArray(arrays, id_, *own) for id_, own in held]
 
     def _load_batches(self, args: Sequence[Any]) -> None:
         """Lets the ranks load the batches that this call reads."""
-        group, readers = self._steps.group, {}
+        readers: dict[int, tuple[Any, set[int]]] = {}
         for arg, ranks in zip(args, self._readers, strict=True):
             if isinstance(arg, Fed):
                 readers.setdefault(arg.batch.number, (arg.batch, set()))[1].update(ranks)
         for batch, ranks in readers.values():
-            group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
+            self._group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
 
     def _plan(
         self, args: Sequence[Any]
