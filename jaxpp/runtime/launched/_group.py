@@ -23,7 +23,6 @@ from jaxpp.runtime.site import (
     Plain,
     Process,
     RankError,
-    versions,
 )
 
 
@@ -82,7 +81,7 @@ class LaunchedGroup(Group):
         """Begins to work with the other processes."""
         self._process.have(transport, lambda reference: reference)
         self._watch.start()
-        self._process.when_failed(self.report)
+        self._process.end.add_done_callback(lambda end: self.report(end.result()))
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
             member.hello = found[member.worker]
@@ -92,11 +91,9 @@ class LaunchedGroup(Group):
         self.meet("has connected", None).values()  # none sends before all are connected
 
     def _check(self, member: Member) -> None:
-        own, theirs = versions(), member.hello.versions if member.hello else {}
-        if apart := [f"{n} {theirs[n]} (here {v})" for n, v in own.items() if theirs[n] != v]:
+        if apart := member.hello and member.hello.other_versions:
             raise ValueError(
-                f"LaunchedMpmdMesh: {member} has {', '.join(apart)}; install the same versions on "
-                f"every host."
+                f"LaunchedMpmdMesh: {member} has {apart}; install the same versions on every host."
             )
 
     # ---- calls ----------------------------------------------------------------------------------

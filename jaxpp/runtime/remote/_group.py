@@ -15,9 +15,8 @@ import ray.exceptions
 
 from jaxpp.runtime.remote._member import WorkerMember
 from jaxpp.runtime.remote._settings import Settings
-from jaxpp.runtime.remote._start import LOOPBACK, Setup
 from jaxpp.runtime.remote._watch import WorkerWatch
-from jaxpp.runtime.remote._worker import LANES, Worker
+from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Setup, Worker
 from jaxpp.runtime.remote.cluster import (
     ANSWER_TIMEOUT,
     join_session,
@@ -41,7 +40,6 @@ from jaxpp.runtime.site import (
     Process,
     Watch,
     uninterrupted,
-    versions,
 )
 from jaxpp.runtime.transport import warn_of_open_ports
 
@@ -229,7 +227,7 @@ class WorkerGroup(Group):
             member.actor = self._new_actor(member)
         if len(fresh) == len(self.members):
             self._meet()
-        hellos = self._ask(Worker.start, fresh, lambda member: (self._setup(member),))
+        hellos = self._ask(Worker.start, fresh, self._setup)
         for member, hello in zip(fresh, hellos, strict=True):
             self._check(member, hello)
             member.hello = hello
@@ -265,7 +263,7 @@ class WorkerGroup(Group):
         if processes > 1:
             first = self.members[::processes]
             hosts = [self._address(member) or LOOPBACK for member in first]
-            ports = self._ask(Worker.free_port, first, lambda m: (self._address(m) or LOOPBACK,))
+            ports = self._ask(Worker.free_port, first, lambda m: self._address(m) or LOOPBACK)
             pairs = zip(hosts, ports, strict=True)
             self._coordinators = [f"{host}:{port}" for host, port in pairs]
 
@@ -287,25 +285,17 @@ class WorkerGroup(Group):
         return place.address if wanted == "auto" else wanted
 
     def _setup(self, member: WorkerMember) -> Setup:
-        return Setup(
-            self._settings,
-            member.ranks,
-            member.process,
-            self._secret,
-            self._address(member),
-            self._coordinators[member.ranks[0]],
-            self._x64,
-            self._epoch,
-        )
+        address, coordinator = self._address(member), self._coordinators[member.ranks[0]]
+        return Setup(self._settings, self._secret, address, coordinator, self._x64, self._epoch)
 
     def _ask(
         self,
         method: Callable[..., Any],
         members: Sequence[WorkerMember],
-        args: Callable[[WorkerMember], tuple],
+        argument: Callable[[WorkerMember], Any],
     ) -> list[Any]:
         """Calls a method of workers that start, and waits for the results."""
-        references = [member.call(method, *args(member)) for member in members]
+        references = [member.call(method, argument(member)) for member in members]
         try:
             return ray.get(references, timeout=self._settings.start_timeout)
         except ray.exceptions.GetTimeoutError:
@@ -335,14 +325,10 @@ class WorkerGroup(Group):
                 f"JAX_PLATFORMS={given!r}. Install JAX for GPUs on that host (jax[cuda13]), or run "
                 f"on CPU with gpus_per_rank=0."
             )
-        own = versions()
-        apart = [
-            f"{n} {hello.versions[n]} (here {own[n]})" for n in own if hello.versions[n] != own[n]
-        ]
-        if apart:
+        if apart := hello.other_versions:
             raise ValueError(
-                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has "
-                f"{', '.join(apart)}; install the same versions on every host."
+                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has {apart}; install "
+                f"the same versions on every host."
             )
 
 

@@ -1,14 +1,57 @@
 """The worker process: a site that Ray starts. Ray makes an actor of this class."""
 
+import dataclasses
+import os
+import socket
 from typing import NoReturn
 
-from jaxpp.runtime.remote._start import Setup, start_ranks
+import jax
+import ray
+
+from jaxpp.runtime.arrays import Home, devices_of, home_over
+from jaxpp.runtime.remote._settings import Settings
+from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
-from jaxpp.runtime.site import Hello, Process, lane
-from jaxpp.runtime.transport import free_port
+from jaxpp.runtime.site import Failed, Hello, Process, lane, versions
+from jaxpp.runtime.transport import (
+    Pulls,
+    SocketTransport,
+    first_devices,
+    free_port,
+    join_processes,
+    rank_home,
+)
 
 #: The threads of each lane, which is a concurrency group of the actor.
 LANES = {**SITE_LANES, "life": 1}
+
+#: The flag of XLA that does the same as `jax_num_cpu_devices`.
+DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
+
+#: The address at which only processes of the same host reach each other.
+LOOPBACK = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a worker needs to start, besides its number and those of its ranks.
+
+    Args:
+        settings: of the mesh.
+        secret: what the connections between workers are authenticated with.
+        address: the address of its host that other hosts reach it by; None for loopback only.
+        coordinator: where `jax.distributed` joins the processes of the rank; None where it has but
+            one.
+        x64: whether 64-bit types are on, as they are in the driver.
+        epoch: how often the mesh has been restarted.
+    """
+
+    settings: Settings
+    secret: bytes
+    address: str | None
+    coordinator: str | None
+    x64: bool
+    epoch: int
 
 
 class Worker(Process):
@@ -20,16 +63,61 @@ class Worker(Process):
 
     def start(self, setup: Setup) -> Hello:
         """Starts JAX and the connections of the ranks; describes the process."""
-        import ray
-
-        transport, hello = start_ranks(setup)
+        prepare_process(setup.settings.cores)
+        self._start_jax(setup)
+        homes = {rank: self._home(setup, rank) for rank in self.numbers}
+        first = homes[self.numbers[0]]
+        kind, pulls = setup.settings.transport, None
+        if kind == "jax":
+            kind, pulls = "auto", Pulls(first, setup.address)
+        transport = SocketTransport(
+            homes, setup.secret, address=setup.address, kind=kind, pulls=pulls
+        )
+        if setup.epoch:
+            transport.reset(setup.epoch)
         self.have(transport, ray.get)
-        return hello
+        device = next(d for d in devices_of(first) if d.process_index == jax.process_index())
+        return Hello(
+            versions(),
+            socket.gethostname(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            ray.get_runtime_context().get_node_id(),
+            device.platform,
+            device.device_kind,
+            os.path.realpath("/proc/self/fd/2"),
+            transport.addresses,
+        )
+
+    def _start_jax(self, setup: Setup) -> None:
+        """Starts JAX with the devices of this process."""
+        settings, ranks = setup.settings, len(self.numbers)
+        devices = settings.devices_per_rank // settings.processes_per_rank * ranks
+        jax.config.update("jax_enable_x64", setup.x64)
+        # JAX rejects the option together with the flag, which the driver's environment may have.
+        if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+            jax.config.update("jax_num_cpu_devices", devices)
+        if settings.cores == 1 and settings.devices_per_rank == ranks == 1:
+            # On one core a second thread that computes costs time: tasks of 1 ms took 8% longer
+            # with asynchronous dispatch.
+            jax.config.update("jax_cpu_enable_async_dispatch", False)
+        if setup.coordinator is not None:
+            where = setup.coordinator, settings.processes_per_rank, self.process
+            join_processes(*where, host=setup.address or LOOPBACK)
+
+    def _home(self, setup: Setup, rank: int) -> Home:
+        """Makes the home of a rank, of its share of the devices of this process."""
+        settings, sizes = setup.settings, setup.settings.inside
+        if setup.coordinator is not None:
+            return rank_home(sizes, rank)
+        shared = min(settings.gpus_per_rank or 1, 1)  # ranks of one device may share a GPU
+        first = int(settings.devices_per_rank * self.numbers.index(rank) * shared)
+        return home_over(first_devices(jax.local_devices()[first:], sizes, rank), sizes)
 
     @lane("life")
     def live(self) -> NoReturn:
         """Raises the failure once the process has failed; Ray ends the call when it has died."""
-        self.wait_for_failure()
+        raise Failed(self.end.result(), ends=True) from None
 
     @lane("control")
     def pulse(self) -> None:

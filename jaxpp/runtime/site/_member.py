@@ -35,6 +35,12 @@ class Hello:
     output: str
     addresses: Addresses
 
+    @property
+    def other_versions(self) -> str:
+        """The versions in which it differs from this process; empty where it does not."""
+        own, theirs = versions(), self.versions
+        return ", ".join(f"{n} {theirs[n]} (here {v})" for n, v in own.items() if theirs[n] != v)
+
 
 def versions() -> dict[str, str]:
     """Returns the versions that all processes must agree on."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -60,7 +60,13 @@ def in_order(method: Method) -> Method:
     """
 
     def checked(self: "Process", turn: int, *args: Any) -> Any:
-        self.take_turn(turn, method.__name__)
+        if turn != self.turn:
+            error = RuntimeError(
+                f"call {turn} of the driver, of {method.__name__}, came when call {self.turn} was "
+                f"due: one was lost, or the order of two was changed"
+            )
+            self.fail(error)
+        self.turn = turn + 1
         return method(self, *args)
 
     functools.update_wrapper(checked, method)
@@ -79,7 +85,8 @@ class Process:
 
     def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
         self.ranks: dict[int, Rank] = {}
-        self.process = process
+        #: The numbers of its ranks, and its own among the processes of its rank.
+        self.numbers, self.process = tuple(ranks), process
         #: The way of the ranks to others, and what gives the value of a reference.
         self.transport: Any = None
         self.get: Callable[[Any], Any]
@@ -92,7 +99,8 @@ class Process:
         self.changed = threading.Condition()
         #: The failure, once there is one.
         self.end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
-        self._turn = 0
+        #: The turn of the next call in order.
+        self.turn = 0
         #: The steps by number; the step and the number of the last call.
         self._steps: dict[int, Dispatcher] = {}
         self._running: Dispatcher | None = None
@@ -105,14 +113,6 @@ class Process:
     def failure(self) -> Failure | None:
         """Why the process does no more work; None while it is well."""
         return self.end.result() if self.end.done() else None
-
-    def when_failed(self, tell: Callable[[Failure], None]) -> None:
-        """Calls a function with the failure, once there is one."""
-        self.end.add_done_callback(lambda end: tell(end.result()))
-
-    def wait_for_failure(self) -> NoReturn:
-        """Raises the failure, once there is one."""
-        raise Failed(self.end.result(), ends=True) from None
 
     # ---- its start ------------------------------------------------------------------------------
 
@@ -128,16 +128,6 @@ class Process:
         self.transport.connect(peers)
 
     # ---- in one order ---------------------------------------------------------------------------
-
-    def take_turn(self, turn: int, method: str) -> None:
-        """Checks that a call comes in its turn; else the process fails."""
-        if turn != self._turn:
-            error = RuntimeError(
-                f"call {turn} of the driver, of {method}, came when call {self._turn} was due: one "
-                f"was lost, or the order of two was changed"
-            )
-            self.fail(error)
-        self._turn = turn + 1
 
     @in_order
     def run(self, call: Call) -> None:
