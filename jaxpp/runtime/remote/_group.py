@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ import ray.exceptions
 from jaxpp.runtime.remote._member import WorkerMember
 from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._watch import WorkerWatch
-from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Setup, Worker
+from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Worker
 from jaxpp.runtime.remote.cluster import (
     ANSWER_TIMEOUT,
     join_session,
@@ -71,10 +70,7 @@ class WorkerGroup(Group):
 
     def __init__(self, settings: Settings):
         super().__init__()
-        self._warned = False
-        config: Any = jax.config
-        self._x64 = bool(config.jax_enable_x64)
-        self._secret = secrets.token_bytes(32)
+        self._settings, self._warned = settings, False
         self._epoch = 0
         #: For each rank where its processes are joined; None where it has but one.
         self._coordinators: list[str | None] = [None] * settings.num_ranks
@@ -83,11 +79,10 @@ class WorkerGroup(Group):
         with contextlib.ExitStack() as undo:
             self._session = join_session()
             undo.callback(leave_session, self._session)
-            gpus, many = settings.devices_per_rank * settings.gpus_per_rank, 1
+            gpus = settings.devices_per_rank * settings.gpus_per_rank
+            many = settings.ranks_per_process or 1
             if settings.may_share:
                 many = ranks_of_a_node(settings.num_ranks, gpus)
-            many = settings.ranks_per_process or many
-            self._settings = dataclasses.replace(settings, ranks_per_process=many)
             self._reservation = reserve_places(
                 self._session,
                 settings.num_ranks,
@@ -227,7 +222,11 @@ class WorkerGroup(Group):
             member.actor = self._new_actor(member)
         if len(fresh) == len(self.members):
             self._meet()
-        hellos = self._ask(Worker.start, fresh, self._setup)
+        args = [
+            (self._settings, self._address(m), self._coordinators[m.ranks[0]], self._epoch)
+            for m in fresh
+        ]
+        hellos = self._ask(Worker.start, fresh, args)
         for member, hello in zip(fresh, hellos, strict=True):
             self._check(member, hello)
             member.hello = hello
@@ -263,7 +262,7 @@ class WorkerGroup(Group):
         if processes > 1:
             first = self.members[::processes]
             hosts = [self._address(member) or LOOPBACK for member in first]
-            ports = self._ask(Worker.free_port, first, lambda m: self._address(m) or LOOPBACK)
+            ports = self._ask(Worker.free_port, first, [(host,) for host in hosts])
             pairs = zip(hosts, ports, strict=True)
             self._coordinators = [f"{host}:{port}" for host, port in pairs]
 
@@ -284,18 +283,12 @@ class WorkerGroup(Group):
         place = self._reservation.places[member.ranks[0]][member.process]
         return place.address if wanted == "auto" else wanted
 
-    def _setup(self, member: WorkerMember) -> Setup:
-        address, coordinator = self._address(member), self._coordinators[member.ranks[0]]
-        return Setup(self._settings, self._secret, address, coordinator, self._x64, self._epoch)
-
     def _ask(
-        self,
-        method: Callable[..., Any],
-        members: Sequence[WorkerMember],
-        argument: Callable[[WorkerMember], Any],
+        self, method: Callable[..., Any], members: Sequence[WorkerMember], args: Sequence[tuple]
     ) -> list[Any]:
         """Calls a method of workers that start, and waits for the results."""
-        references = [member.call(method, argument(member)) for member in members]
+        each = zip(members, args, strict=True)
+        references = [member.call(method, *own) for member, own in each]
         try:
             return ray.get(references, timeout=self._settings.start_timeout)
         except ray.exceptions.GetTimeoutError:

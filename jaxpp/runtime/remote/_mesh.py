@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AxisType
 
 from jaxpp._program import PIPELINE_AXIS, Bundle
@@ -100,6 +101,7 @@ class RemoteMpmdMesh(SiteMesh):
         # The group brings Ray, which takes long to import.
         from jaxpp.runtime.remote._group import WorkerGroup
 
+        config: Any = jax.config
         settings = Settings(
             axes.num_ranks,
             axis_sizes(axes.inside),
@@ -113,6 +115,7 @@ class RemoteMpmdMesh(SiteMesh):
             transport,
             heartbeat_timeout,
             start_timeout,
+            config.jax_enable_x64,
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank

@@ -1,6 +1,5 @@
 """The worker process: a site that Ray starts. Ray makes an actor of this class."""
 
-import dataclasses
 import os
 import socket
 from typing import NoReturn
@@ -32,28 +31,6 @@ DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
 LOOPBACK = "127.0.0.1"
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What a worker needs to start, besides its number and those of its ranks.
-
-    Args:
-        settings: of the mesh.
-        secret: what the connections between workers are authenticated with.
-        address: the address of its host that other hosts reach it by; None for loopback only.
-        coordinator: where `jax.distributed` joins the processes of the rank; None where it has but
-            one.
-        x64: whether 64-bit types are on, as they are in the driver.
-        epoch: how often the mesh has been restarted.
-    """
-
-    settings: Settings
-    secret: bytes
-    address: str | None
-    coordinator: str | None
-    x64: bool
-    epoch: int
-
-
 class Worker(Process):
     """A worker process: its ranks, whose failure is one."""
 
@@ -61,20 +38,31 @@ class Worker(Process):
         """Finds a port that is free here; `host` is this host's own address."""
         return free_port(host)
 
-    def start(self, setup: Setup) -> Hello:
-        """Starts JAX and the connections of the ranks; describes the process."""
-        prepare_process(setup.settings.cores)
-        self._start_jax(setup)
-        homes = {rank: self._home(setup, rank) for rank in self.numbers}
+    def start(
+        self, settings: Settings, address: str | None, coordinator: str | None, epoch: int
+    ) -> Hello:
+        """Starts JAX and the connections of the ranks; describes the process.
+
+        Args:
+            settings: of the mesh.
+            address: the address of this host that others reach it by; None for loopback only.
+            coordinator: where `jax.distributed` joins the processes of the rank; None where it has
+                but one.
+            epoch: how often the mesh has been restarted.
+        """
+        prepare_process(settings.cores)
+        self._start_jax(settings)
+        if coordinator is not None:
+            where = coordinator, settings.processes_per_rank, self.process
+            join_processes(*where, host=address or LOOPBACK)
+        homes = {rank: self._home(settings, rank) for rank in self.numbers}
         first = homes[self.numbers[0]]
-        kind, pulls = setup.settings.transport, None
+        kind, pulls = settings.transport, None
         if kind == "jax":
-            kind, pulls = "auto", Pulls(first, setup.address)
-        transport = SocketTransport(
-            homes, setup.secret, address=setup.address, kind=kind, pulls=pulls
-        )
-        if setup.epoch:
-            transport.reset(setup.epoch)
+            kind, pulls = "auto", Pulls(first, address)
+        transport = SocketTransport(homes, settings.secret, address=address, kind=kind, pulls=pulls)
+        if epoch:
+            transport.reset(epoch)
         self.have(transport, ray.get)
         device = next(d for d in devices_of(first) if d.process_index == jax.process_index())
         return Hello(
@@ -89,11 +77,11 @@ class Worker(Process):
             transport.addresses,
         )
 
-    def _start_jax(self, setup: Setup) -> None:
+    def _start_jax(self, settings: Settings) -> None:
         """Starts JAX with the devices of this process."""
-        settings, ranks = setup.settings, len(self.numbers)
+        ranks = len(self.numbers)
         devices = settings.devices_per_rank // settings.processes_per_rank * ranks
-        jax.config.update("jax_enable_x64", setup.x64)
+        jax.config.update("jax_enable_x64", settings.x64)
         # JAX rejects the option together with the flag, which the driver's environment may have.
         if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
             jax.config.update("jax_num_cpu_devices", devices)
@@ -101,14 +89,11 @@ class Worker(Process):
             # On one core a second thread that computes costs time: tasks of 1 ms took 8% longer
             # with asynchronous dispatch.
             jax.config.update("jax_cpu_enable_async_dispatch", False)
-        if setup.coordinator is not None:
-            where = setup.coordinator, settings.processes_per_rank, self.process
-            join_processes(*where, host=setup.address or LOOPBACK)
 
-    def _home(self, setup: Setup, rank: int) -> Home:
+    def _home(self, settings: Settings, rank: int) -> Home:
         """Makes the home of a rank, of its share of the devices of this process."""
-        settings, sizes = setup.settings, setup.settings.inside
-        if setup.coordinator is not None:
+        sizes = settings.inside
+        if settings.processes_per_rank > 1:
             return rank_home(sizes, rank)
         shared = min(settings.gpus_per_rank or 1, 1)  # ranks of one device may share a GPU
         first = int(settings.devices_per_rank * self.numbers.index(rank) * shared)

@@ -31,8 +31,11 @@ class Given:
     data: bytes | np.ndarray
 
     @staticmethod
-    def of(host: np.ndarray) -> "Given":
-        """Takes the bytes of an array, a copy where they are few."""
+    def of(value: Any, array_type: ArrayType) -> "Given":
+        """Takes the bytes of an array of any kind, a copy where they are few."""
+        # NumPy's 64-bit types become JAX's 32-bit ones, as in any call of JAX.
+        is_jax = isinstance(value, jax.Array)
+        host = to_host(value if is_jax else np.asarray(value, array_type.host_dtype))
         return Given(host if host.nbytes > LARGE else host.tobytes())
 
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
-from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, to_host
+from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of
 from jaxpp.runtime.executor import Description, Inspected, describe
 from jaxpp.runtime.site._array import RemoteArray, RemoteSharding
 from jaxpp.runtime.site._arrays import Arrays
@@ -72,7 +71,7 @@ class RemoteStep:
         check_arguments(self.bundle, args)
         # These may have to be computed first.
         values = {
-            n: Given.of(_bytes_of(arg, self._types[n]))
+            n: Given.of(arg, self._types[n])
             for n, arg in enumerate(args)
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
@@ -102,18 +101,9 @@ class RemoteStep:
     def _call(self, number: int, args: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         """Calls the step on all workers, and takes note of it, without a wait."""
         bundle, arrays = self.bundle, self._arrays
-        moves, dropped = self._plan(args)
-        released = arrays.releases()
+        parts = self._parts(args, values)
         results = arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
-        parts = {
-            program.rank: Part(
-                tuple(_source(n, args[n], program.rank, values, moves) for n, _ in program.inputs),
-                tuple(m for m in moves.values() if m.message.source == program.rank),
-                (*released[program.rank], *dropped[program.rank]),
-            )
-            for program in bundle.programs
-        }
         calls = {
             worker: Call(number, self.number, results, checks, own)
             for worker, own in self._group.by_worker(parts).items()
@@ -141,31 +131,44 @@ class RemoteStep:
         for batch, ranks in readers.values():
             self._group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
 
-    def _plan(
-        self, args: Sequence[Any]
-    ) -> tuple[dict[tuple[int, int], Moved], dict[int, list[int]]]:
-        """Finds what ranks send before the step, and the donated arrays that each rank drops.
+    def _parts(self, args: Sequence[Any], values: Mapping[int, Any]) -> dict[int, Part]:
+        """Says where each rank finds its inputs, what it sends before the step, and what it drops.
 
-        What is sent is by the argument, and the rank that reads it.
+        Args:
+            args: the arguments.
+            values: those that go with the call, by their numbers.
         """
-        moves: dict[tuple[int, int], Moved] = {}
-        dropped: dict[int, list[int]] = {p.rank: [] for p in self.bundle.programs}
+        inputs: dict[tuple[int, int], Source] = {}
+        sends: dict[int, list[Moved]] = {p.rank: [] for p in self.bundle.programs}
+        dropped = list(map(list, self._arrays.releases()))
         tags = itertools.count(-1, -1)
         for n, (own, arg) in enumerate(zip(self.bundle.arguments, args, strict=True)):
-            if not isinstance(arg, RemoteArray):
-                continue
             for rank in self._readers[n]:
-                if rank not in arg.ranks:
+                if isinstance(arg, Fed):
+                    inputs[n, rank] = Loaded(arg.batch.number, arg.index)
+                elif not isinstance(arg, RemoteArray):
+                    inputs[n, rank] = values[n]
+                elif rank in arg.ranks:
+                    inputs[n, rank] = Kept(arg.id)
+                else:
                     names, source = (f"args{own.name}",), arg.ranks[0]
                     specs = (own.spec,) if self.bundle.inside else ()
                     message = Message(
                         next(tags), source, rank, names, ("argument",), (own.aval,), specs
                     )
-                    moves[n, rank] = Moved(arg.id, message)
-            if own.donated:
+                    inputs[n, rank] = moved = Moved(arg.id, message)
+                    sends[source].append(moved)
+            if own.donated and isinstance(arg, RemoteArray):
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
-        return moves, dropped
+        return {
+            p.rank: Part(
+                tuple(inputs[n, p.rank] for n, _ in p.inputs),
+                tuple(sends[p.rank]),
+                tuple(dropped[p.rank]),
+            )
+            for p in self.bundle.programs
+        }
 
 
 def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
@@ -177,22 +180,6 @@ def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
         axes: the axes inside the rank, and their sizes.
     """
     return Inspected.of(devices_of(process.home), axes, process.executables(step))
-
-
-def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:
-    # NumPy's 64-bit types become JAX's 32-bit ones, as in any call of JAX.
-    return to_host(arg if isinstance(arg, jax.Array) else np.asarray(arg, type_.host_dtype))
-
-
-def _source(
-    n: int, arg: Any, rank: int, values: Mapping[int, Any], moves: Mapping[tuple[int, int], Moved]
-) -> Source:
-    """Says where a rank finds the n-th argument of a call."""
-    if isinstance(arg, Fed):
-        return Loaded(arg.batch.number, arg.index)
-    if not isinstance(arg, RemoteArray):
-        return values[n]
-    return Kept(arg.id) if rank in arg.ranks else moves[n, rank]
 
 
 def _ranks_of(pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[tuple[int, ...]]:
