@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import check_axes, home_over
 from jaxpp.runtime.launched._environment import find_place, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
-from jaxpp.runtime.site import Hello, SiteMesh, versions
+from jaxpp.runtime.site import Hello, SiteMesh
 from jaxpp.runtime.transport import SocketTransport, first_devices, host_identity
 
 
@@ -109,7 +108,7 @@ class LaunchedMpmdMesh(SiteMesh):
             }
             near = place.count == 1 or address.startswith("127.")
             transport = SocketTransport(homes, secret, address=None if near else address)
-            return transport, _hello(address, own[0], transport)
+            return transport, Hello.of(address, host_identity(), own[0], transport.addresses)
 
         config: Any = jax.config
         settings = f"axes {self.shape} {self.axis_names}, x64 {bool(config.jax_enable_x64)}"
@@ -140,17 +139,3 @@ def _prepare_jax(devices: int, gpus: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if config.jax_num_cpu_devices < devices and "platform_device_count" not in flags:
         jax.config.update("jax_num_cpu_devices", devices)
-
-
-def _hello(address: str, device: Any, transport: SocketTransport) -> Hello:
-    return Hello(
-        versions(),
-        socket.gethostname(),
-        address,
-        os.getpid(),
-        host_identity(),
-        device.platform,
-        device.device_kind,
-        "",
-        transport.addresses,
-    )

@@ -189,21 +189,19 @@ class WorkerGroup(Group):
     def stop(self) -> None:
         """Ends all workers, and gives back their reservation in the cluster; may be repeated."""
         with self.order:
-            if not self.stopped:
-                self.stopped = True
-                self._stop()
-
-    def _stop(self) -> None:
-        try:
-            self._end_calls()
-            if ray.is_initialized():  # else the session has gone, and all workers with it
-                fit = {m.worker: () for m in self.members if m.actor and not m.dead}
-                self.send(Process.close, fit).wait(ANSWER_TIMEOUT)
-        finally:
-            self._kill()
-            with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
-                release_places(self._reservation)
-            leave_session(self._session)
+            if self.stopped:
+                return
+            self.stopped = True
+            try:
+                self._end_calls()
+                if ray.is_initialized():  # else the session has gone, and all workers with it
+                    fit = {m.worker: () for m in self.members if m.actor and not m.dead}
+                    self.send(Process.close, fit).wait(ANSWER_TIMEOUT)
+            finally:
+                self._kill()
+                with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
+                    release_places(self._reservation)
+                leave_session(self._session)
 
     def _end_calls(self) -> None:
         self._watch.close()  # the closed watch stays, and refuses all calls

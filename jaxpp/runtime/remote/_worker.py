@@ -1,7 +1,6 @@
 """The worker process: a site that Ray starts. Ray makes an actor of this class."""
 
 import os
-import socket
 from typing import NoReturn
 
 import jax
@@ -11,7 +10,7 @@ from jaxpp.runtime.arrays import Home, devices_of, home_over
 from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
-from jaxpp.runtime.site import Failed, Hello, Process, lane, versions
+from jaxpp.runtime.site import Failed, Hello, Process, lane
 from jaxpp.runtime.transport import (
     Pulls,
     SocketTransport,
@@ -65,17 +64,9 @@ class Worker(Process):
             transport.reset(epoch)
         self.have(transport, ray.get)
         device = next(d for d in devices_of(first) if d.process_index == jax.process_index())
-        return Hello(
-            versions(),
-            socket.gethostname(),
-            ray.util.get_node_ip_address(),
-            os.getpid(),
-            ray.get_runtime_context().get_node_id(),
-            device.platform,
-            device.device_kind,
-            os.path.realpath("/proc/self/fd/2"),
-            transport.addresses,
-        )
+        here = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        output = os.path.realpath("/proc/self/fd/2")
+        return Hello.of(*here, device, transport.addresses, output)
 
     def _start_jax(self, settings: Settings) -> None:
         """Starts JAX with the devices of this process."""

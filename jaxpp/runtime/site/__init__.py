@@ -18,7 +18,6 @@ from jaxpp.runtime.site._group import Group as Group
 from jaxpp.runtime.site._interrupts import uninterrupted as uninterrupted
 from jaxpp.runtime.site._member import Hello as Hello
 from jaxpp.runtime.site._member import Member as Member
-from jaxpp.runtime.site._member import versions as versions
 from jaxpp.runtime.site._mesh import SiteMesh as SiteMesh
 from jaxpp.runtime.site._process import LANES as LANES
 from jaxpp.runtime.site._process import Process as Process

@@ -160,7 +160,8 @@ class SiteMesh:
 
     def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
         """Makes a handle with an id of its own, for an array that ranks are going to hold."""
-        return self._arrays.new_array(aval, ranks, spec)
+        with uninterrupted():
+            return RemoteArray(self._arrays, self._arrays.new_ids(1), aval, ranks, spec)
 
     def check_array(self, array: RemoteArray) -> None:
         """Checks that an array exists, and that no rank has failed; see `Arrays.check`."""

@@ -167,12 +167,11 @@ class Process:
     def load(self, loadings: Mapping[int, Loading]) -> None:
         """Registers a step for all ranks."""
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
-        for first in list(loadings.values())[:1]:
-            dispatcher = Dispatcher(found, first.turns, self.transport)
-            self._steps[first.step] = dispatcher
-            self.transport.expect(dispatcher.messages, first.step, dispatcher.late)
+        first = next(iter(loadings.values()))
+        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns, self.transport)
+        self.transport.expect(dispatcher.messages, first.step, dispatcher.late)
         for rank, own in loadings.items():
-            self.ranks[rank].keep(own, self._steps[own.step].executors[rank])
+            self.ranks[rank].keep(own, dispatcher.executors[rank])
 
     @in_order
     def unload(self, step: int, computations: Iterable[int]) -> None:
