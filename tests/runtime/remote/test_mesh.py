@@ -431,9 +431,9 @@ def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):
 
 
 def test_other_versions_are_refused(ray_session, monkeypatch):
-    from jaxpp.runtime.remote import _group
+    from jaxpp.runtime.site import _member
 
-    monkeypatch.setattr(_group, "versions", lambda: {"jax": "0.9.0"})
+    monkeypatch.setattr(_member, "versions", lambda: {"jax": "0.9.0"})
     with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):
         jaxpp.RemoteMpmdMesh((1,))
 
