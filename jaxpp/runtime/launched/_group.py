@@ -23,7 +23,6 @@ from jaxpp.runtime.site import (
     Plain,
     Process,
     RankError,
-    versions,
 )
 
 
@@ -39,7 +38,6 @@ class LaunchedGroup(Group):
         start: starts JAX and the transport of this process's ranks, at an address that the others
             reach; returns the transport, and the description of the process.
         ranks: the ranks of each process.
-        describe: gives the stage and source line of a task, from its call's number and its label.
         heartbeat_timeout: as of the mesh.
         start_timeout: as of the mesh.
     """
@@ -53,7 +51,6 @@ class LaunchedGroup(Group):
         settings: str,
         start: Callable[[bytes, str], tuple[Any, Hello]],
         ranks: Sequence[tuple[int, ...]],
-        describe: Callable[[int, str], str],
         heartbeat_timeout: float,
         start_timeout: float,
     ):
@@ -71,7 +68,7 @@ class LaunchedGroup(Group):
         self._process = Process(own.ranks)
         self._lanes = Lanes(self._process)
         timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
-        self._watch = LaunchedWatch(self, self._members, timeout, describe)
+        self._watch = LaunchedWatch(self, self._members, timeout)
         self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
         try:
             self._begin(settings, *start(secret, self.hub.address))
@@ -82,9 +79,9 @@ class LaunchedGroup(Group):
 
     def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
         """Begins to work with the other processes."""
-        self._process.have(transport, 0, lambda reference: reference)
+        self._process.have(transport, lambda reference: reference)
         self._watch.start()
-        self._process.when_failed(self.report)
+        self._process.end.add_done_callback(lambda end: self.report(end.result()))
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
             member.hello = found[member.worker]
@@ -94,11 +91,9 @@ class LaunchedGroup(Group):
         self.meet("has connected", None).values()  # none sends before all are connected
 
     def _check(self, member: Member) -> None:
-        own, theirs = versions(), member.hello.versions if member.hello else {}
-        if apart := [f"{n} {theirs[n]} (here {v})" for n, v in own.items() if theirs[n] != v]:
+        if apart := member.hello and member.hello.other_versions:
             raise ValueError(
-                f"LaunchedMpmdMesh: {member} has {', '.join(apart)}; install the same versions on "
-                f"every host."
+                f"LaunchedMpmdMesh: {member} has {apart}; install the same versions on every host."
             )
 
     # ---- calls ----------------------------------------------------------------------------------

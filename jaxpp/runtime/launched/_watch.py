@@ -19,8 +19,8 @@ PATIENCE = 10
 class LaunchedWatch(Watch):
     """Watches the processes of a job: process 0 all, the others process 0, which tells them."""
 
-    def __init__(self, group: Any, members: Any, timeout: float, describe: Any):
-        super().__init__(members, timeout, describe, ADVICE)
+    def __init__(self, group: Any, members: Any, timeout: float):
+        super().__init__(members, timeout, group.library.describe, ADVICE)
         self._group = group
         #: The processes that have given a sign of life since the last look.
         self.heard: set[int] = set()
