@@ -56,7 +56,8 @@ class LaunchedGroup(Group):
     ):
         super().__init__()
         self.place = place
-        self._numbers, self._others, self._calls = itertools.count(), itertools.count(), 0
+        self._numbers, self._others = itertools.count(), itertools.count()
+        self._calls = self._digest = 0
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.
         self._course = None if place.number else Course(place.count, self._differ)
@@ -105,10 +106,12 @@ class LaunchedGroup(Group):
             return Call(self._watch, None, set())
         return Call(self._watch, self._lanes.call(method, *args[own]), {own})
 
-    def send_steps(self, calls: Mapping[int, Any]) -> None:
-        """Calls a step, and counts the call."""
+    def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
+        """Calls a step, counts the call, and takes note of it for the others."""
         self._calls += 1
-        super().send_steps(calls)
+        for call in calls.values():
+            self._digest = _agreement.with_call(self._digest, call.step, inputs)
+        super().send_steps(calls, inputs)
 
     def put(self, value: Any) -> Any:
         """Returns the value itself, since all processes have it."""
@@ -168,7 +171,7 @@ class LaunchedGroup(Group):
         """Comes to the next meeting in the order of all; returns its key."""
         with self._lock:
             number = next(self._numbers)
-            self._say(At(number, self._calls, what))
+            self._say(At(number, self._calls, what, self._digest))
             self._next = number + 1
         return number, what
 
@@ -306,6 +309,7 @@ class LaunchedGroup(Group):
             try:
                 if not self._watch.fails:
                     self.meet("shuts the mesh down", None).values()
+                self._watch.check()  # it may have come after another number of calls
             finally:
                 self.stopped = True
                 self._watch.close()

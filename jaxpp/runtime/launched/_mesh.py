@@ -15,8 +15,9 @@ from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import check_axes, home_over
 from jaxpp.runtime.launched._environment import find_place, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
-from jaxpp.runtime.site import Hello, SiteMesh
-from jaxpp.runtime.transport import SocketTransport, first_devices, host_identity
+from jaxpp.runtime.launched._watch import host_of_processes
+from jaxpp.runtime.site import Hello, SiteMesh, keep_interrupts
+from jaxpp.runtime.transport import SocketTransport, first_devices
 
 
 class LaunchedMpmdMesh(SiteMesh):
@@ -84,6 +85,7 @@ class LaunchedMpmdMesh(SiteMesh):
         heartbeat_timeout: float = 3.0,
         start_timeout: float = 300.0,
     ):
+        keep_interrupts()
         axes = check_axes("LaunchedMpmdMesh", shape, axis_names, axis_types)
         place = find_place()
         if axes.num_ranks % place.count:
@@ -108,7 +110,7 @@ class LaunchedMpmdMesh(SiteMesh):
             }
             near = place.count == 1 or address.startswith("127.")
             transport = SocketTransport(homes, secret, address=None if near else address)
-            return transport, Hello.of(address, host_identity(), own[0], transport.addresses)
+            return transport, Hello.of(address, host_of_processes(), own[0], transport.addresses)
 
         config: Any = jax.config
         settings = f"axes {self.shape} {self.axis_names}, x64 {bool(config.jax_enable_x64)}"

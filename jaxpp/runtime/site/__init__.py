@@ -6,6 +6,7 @@ one has failed.
 
 from jaxpp.runtime.site._array import RemoteArray as RemoteArray
 from jaxpp.runtime.site._array import RemoteSharding as RemoteSharding
+from jaxpp.runtime.site._call import Given as Given
 from jaxpp.runtime.site._carried import Packed as Packed
 from jaxpp.runtime.site._carried import Plain as Plain
 from jaxpp.runtime.site._failure import RESTART as RESTART
@@ -15,6 +16,7 @@ from jaxpp.runtime.site._failure import Failure as Failure
 from jaxpp.runtime.site._failure import Lost as Lost
 from jaxpp.runtime.site._failure import RankError as RankError
 from jaxpp.runtime.site._group import Group as Group
+from jaxpp.runtime.site._interrupts import keep_interrupts as keep_interrupts
 from jaxpp.runtime.site._interrupts import uninterrupted as uninterrupted
 from jaxpp.runtime.site._member import Hello as Hello
 from jaxpp.runtime.site._member import Member as Member
@@ -26,3 +28,4 @@ from jaxpp.runtime.site._watch import BEAT as BEAT
 from jaxpp.runtime.site._watch import POLL as POLL
 from jaxpp.runtime.site._watch import Watch as Watch
 from jaxpp.runtime.site._watch import end_stopped as end_stopped
+from jaxpp.runtime.site._watch import has_ended as has_ended

@@ -136,8 +136,13 @@ class Group:
         own = self.by_worker(by_rank).items()
         return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
 
-    def send_steps(self, calls: Mapping[int, Any]) -> None:
-        """Calls a step on all processes, and counts the call as under way."""
+    def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
+        """Calls a step on all processes, and counts the call as under way.
+
+        Args:
+            calls: the `Call` of each process.
+            inputs: the arguments, those that go with the call as `Given`.
+        """
         self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
 
     def wait_for_room(self) -> None:

@@ -4,6 +4,8 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -67,7 +69,7 @@ class SiteMesh:
         self._feeds = Feeds(self._types_of, group.put, group.carrier.of)
         self._arrays = Arrays(self, group)
         self._owner = os.getpid()
-        atexit.register(self.shutdown)
+        atexit.register(self._at_exit)
 
     def __repr__(self):
         return f"{type(self).__name__}({self.shape}, {self.axis_names})"
@@ -95,8 +97,18 @@ class SiteMesh:
                 with contextlib.suppress(RuntimeError):  # a rank fails now
                     self._group.settle()
         finally:
-            atexit.unregister(self.shutdown)
+            atexit.unregister(self._at_exit)
             self._group.stop()
+
+    def _at_exit(self) -> None:
+        """Ends the mesh with the script; where another process has failed, so has this one."""
+        try:
+            self.shutdown()
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(1)  # Python leaves the code as it is after an error at its end
 
     @property
     def first_ranks(self) -> list[int]:

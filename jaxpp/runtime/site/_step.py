@@ -110,7 +110,7 @@ class RemoteStep:
         }
         self._group.library.called(number, self.number)
         self._load_batches(args)
-        self._group.send_steps(calls)
+        self._group.send_steps(calls, [values.get(n, arg) for n, arg in enumerate(args)])
         if (tracing := self._mesh.tracing) is not None:
             tracing.steps[self.number] = bundle
         for n in bundle.donated:
