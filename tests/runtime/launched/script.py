@@ -174,6 +174,9 @@ def faulty(folder, fault):
             global MICROBATCHES
             MICROBATCHES = 8
         step, state = placed("plain", mesh, load), begin(2)
+        another = placed("plain", mesh, load) if fault == "other" else None
+        if fault == "start" and me == 1:
+            state = begin(2)[0][::-1], state[1]
         for number in range(100_000):
             *state, loss = step(*state, number)
             value = float(loss)
@@ -187,6 +190,21 @@ def faulty(folder, fault):
                     float(jnp.sum(jaxpp.gather(state[0][0])))
                 if me == 1 and fault == "again":
                     *state, _ = step(*state, number)
+                if fault == "other":
+                    *state, loss = (another if me else step)(*state, number)
+                if fault == "batch":
+                    *state, loss = step(*state, number + me)
+                if fault == "fork" and me == 1:
+                    if os.fork() == 0:
+                        time.sleep(20)
+                        os._exit(0)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "once_more" and me == 0:
+                    *state, loss = step(*state, number)
+                if fault == "once_more":
+                    return
+                if fault == "folders":
+                    jaxpp.save_state(folder / f"own{me}", state)
             if number > 5:
                 time.sleep(0.02)
 
