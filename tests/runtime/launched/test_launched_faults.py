@@ -67,6 +67,12 @@ def test_what_a_script_does_otherwise_in_one_process_ends_all(tmp_path, fault, c
     assert any(re.search(told, output) for output in own), own
 
 
+def test_a_process_that_ends_before_the_others_has_failed(tmp_path):
+    found = Job(2, "loose", tmp_path).wait(60)
+    assert [code for code, _ in found] == [1, 1], found
+    assert all("shuts the mesh down" in output for _, output in found)
+
+
 def test_a_process_that_never_starts_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXPP_TEST_START_TIMEOUT", "3")
     ((code, output),) = Job(2, "faulty", tmp_path, "none", started=1).wait(60)
