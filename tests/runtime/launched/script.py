@@ -185,7 +185,7 @@ def faulty(folder, fault):
             global MICROBATCHES
             MICROBATCHES = 8
         step, state = placed("plain", mesh, load), begin(2)
-        another = placed("plain", mesh, load) if fault == "other" else None
+        another: Any = placed("plain", mesh, load) if fault == "other" else None
         if fault == "start" and me == 1:
             state = begin(2)[0][::-1], state[1]
         for number in range(100_000):
