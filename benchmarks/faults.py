@@ -204,17 +204,17 @@ def _at_instruction(fault: Fault, act: Callable[..., None], among: Any = object)
 def _send_signal(fault: Fault, note: str) -> None:
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault.kind]
 
-    def strike(task: str = "") -> None:
+    def strike() -> None:
         time.sleep(fault.delay)
-        _write_note(note, task)
+        _write_note(note)  # a process that has died cannot tell its task
         os.kill(os.getpid(), number)
         time.sleep(60)  # a stop reaches another thread first, and this one would go on
 
-    def act(executor: Any, instruction: Any) -> None:
+    def act(*_: Any) -> None:
         if fault.delay:
             threading.Thread(target=strike, daemon=True).start()
         else:
-            strike(instruction.label if isinstance(instruction, Run) else "")
+            strike()
 
     _at_instruction(fault, act)
 
