@@ -42,7 +42,9 @@ class Products:
         self.flops = 0.0
         self._numbers: dict[Hashable, int] = {}
         self._counted: set[Hashable] = set()
-        self._params: dict[int, tuple[Eqn, Hashable]] = {}
+        #: By the id of an equation: itself, so that the id stays its own, a key, and its products.
+        self._facts: dict[int, tuple[Eqn, Hashable, float]] = {}
+        self._literals: dict[int, tuple[Any, int]] = {}
         #: The number of an iteration's value, by that of the array which a loop stacks them to and
         #: the loop's depth; and of a shard's value, by that of the whole and its spec.
         self._element: dict[Hashable, int] = {}
@@ -81,9 +83,7 @@ class Products:
         known |= dict(zip(inside.invars, inputs, strict=True))
 
         def read(atom: Any) -> int:
-            if is_literal(atom):
-                return self.number(("literal", str(atom.aval), key_of_value(atom.val)))
-            return known[atom]
+            return self._literal(atom) if is_literal(atom) else known[atom]
 
         for eqn in inside.eqns:
             results = self._equation(eqn, [read(a) for a in eqn.invars], within, times, depth)
@@ -106,20 +106,24 @@ class Products:
             return self._cond(eqn, operands, within, times, depth)
         if name == "shard_map":
             return self._shard_map(eqn, operands, within, times, depth)
-        operation = self.number((eqn.primitive, self._key(eqn), tuple(operands)))
-        self._count(_products_of(eqn), operation, within, times)
-        return [self.number(("result", n, operation)) for n in range(count)]
-
-    def _count(self, flops: float, operation: int, within: Hashable, times: float) -> None:
+        _, key, flops = self._facts_of(eqn)
+        operation = self.number((key, *operands))
         if flops and times and (operation, within) not in self._counted:
             self._counted.add((operation, within))
             self.flops += times * flops
+        return [self.number(("result", n, operation)) for n in range(count)]
 
-    def _key(self, eqn: Eqn) -> Hashable:
-        """Returns the key of an equation's parameters; it keeps the equation, and so its id."""
-        if id(eqn) not in self._params:
-            self._params[id(eqn)] = eqn, key_of_params(eqn)
-        return self._params[id(eqn)][1]
+    def _facts_of(self, eqn: Eqn) -> tuple[Eqn, Hashable, float]:
+        if id(eqn) not in self._facts:
+            key = self.number((eqn.primitive, key_of_params(eqn)))
+            self._facts[id(eqn)] = eqn, ("operation", key), _products_of(eqn)
+        return self._facts[id(eqn)]
+
+    def _literal(self, atom: Any) -> int:
+        if id(atom) not in self._literals:
+            key = "literal", str(atom.aval), key_of_value(atom.val)
+            self._literals[id(atom)] = atom, self.number(key)
+        return self._literals[id(atom)][1]
 
     # ---- loops -----------------------------------------------------------------------------------
 
