@@ -8,9 +8,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 import jaxpp
-from experiments.training import log
+from experiments.training import rows
 from experiments.training.config import Config
-from experiments.training.log import Row
+from experiments.training.rows import Row
 
 
 def manager(config: Config) -> ocp.CheckpointManager:
@@ -53,7 +53,7 @@ def recording(
             after its last checkpoint, and are done again.
     """
     every = config.checkpoint_every
-    with log.writing(metrics_file(config), metrics) as add_row:
+    with rows.writing(metrics_file(config), metrics) as add_row:
 
         def after_step(row: Row, state: Any) -> None:
             add_row(row)  # before the checkpoint: a step that is not done again has its row

@@ -37,6 +37,30 @@ def make_mesh(config: Config) -> contextlib.AbstractContextManager[Mesh]:
     )
 
 
+#: How the kinds of devices begin in JAX, by their names in `jaxpp.planning.DEVICES`. Those of
+#: NVIDIA are the SXM modules, whose peaks these are.
+_KINDS = {
+    "a100": ("NVIDIA A100-SXM",),
+    "h100": ("NVIDIA H100 80GB HBM3",),
+    "h200": ("NVIDIA H200",),
+    "tpu_v4": ("TPU v4",),
+    "tpu_v5e": ("TPU v5 lite", "TPU v5e"),
+    "tpu_v5p": ("TPU v5",),
+    "tpu_v6e": ("TPU v6",),
+}
+
+
+def device_name(config: Config) -> str | None:
+    """The name in `jaxpp.planning.DEVICES` of the devices of a training; None if it has none."""
+    if config.device or config.mesh == "ray":  # whose devices are those of other processes
+        return config.device
+    kind = jax.local_devices()[0].device_kind
+    # The H200 NVL has another peak, the "TPU v4 lite" is for inference.
+    if kind.endswith("NVL") or kind == "TPU v4 lite":
+        return None
+    return next((name for name, begins in _KINDS.items() if kind.startswith(begins)), None)
+
+
 @contextlib.contextmanager
 def profiling(config: Config, mesh: Mesh, step: int) -> Iterator[None]:
     """Traces a step, from 1, if it is the one that `config.profile` asks for.
