@@ -7,6 +7,7 @@
     python -m experiments.train_lm --model=llama2 --width=64 --pp=2 --dp=2 --mp=2 --zero1 --verify
     python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --restarts=3
     python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --resume
+    torchrun --nproc-per-node=2 -m experiments.train_lm --mesh=launched
     python -m experiments.train_lm --log=my_logger:log --device=h100
 
 By default the model is a byte-level GPT; `--model` takes others (see `training/models.py`), which
@@ -15,9 +16,11 @@ the run, or the accelerators that JAX finds (shared between ranks where there ar
 rank there are `--dp` replicas, each with sequences of its own, and `--mp` devices of each share the
 heads and features of its layers.
 With `--mesh=ray` they are processes of a Ray session: of the one that is there, or of one made for
-the run. The output folder gets `metrics.jsonl`, checkpoints, pictures of the losses and of the
-schedule, a trace (`--profile`), and a sample of generated text. `--log` names a function that gets
-the metrics of each step: docs/logging.md has some for TensorBoard, wandb and clu.
+the run. With `--mesh=launched` they are shared out to the processes that torchrun, mpirun or srun
+has started with this script, of which the first one writes and prints. The output folder gets
+`metrics.jsonl`, checkpoints, pictures of the losses and of the schedule, a trace (`--profile`), and
+a sample of generated text. `--log` names a function that gets the metrics of each step:
+docs/logging.md has some for TensorBoard, wandb and clu.
 
 A run that was killed goes on from its last checkpoint with `--resume` and the same other flags, and
 has the losses that it would have had, to the bit: a step's batch and dropout keys follow from its
@@ -46,7 +49,14 @@ import jaxpp
 from experiments.models import gpt, parallel, sliced_gpt
 from experiments.training import checkpoints, compare, data, flags, models, rows, sample
 from experiments.training.config import Config
-from experiments.training.mesh import Mesh, device_name, make_devices, make_mesh, profiling
+from experiments.training.mesh import (
+    Mesh,
+    device_name,
+    is_first,
+    make_devices,
+    make_mesh,
+    profiling,
+)
 from experiments.training.rows import Row
 
 # The first steps compile, fill caches, and may be traced: the throughput leaves them out.
@@ -228,6 +238,7 @@ def train(
     after_step: Callable[[Row, State], None] = lambda row, state: None,
     log: Log = lambda number, values: None,
     mfu: Callable[[float], float] | None = None,
+    quiet: bool = False,
 ) -> tuple[Any, list[Row]]:
     """Trains, and shows how it goes.
 
@@ -245,6 +256,7 @@ def train(
             "tokens_per_second", with `mfu` its "mfu", and where it was evaluated the
             "held_out_loss".
         mfu: gives the model FLOPs utilization of a step that took so many seconds.
+        quiet: whether it shows nothing.
 
     Returns:
         the trained model, and a row for each step: its number, its loss (nats a byte), what it
@@ -254,7 +266,9 @@ def train(
     metrics = list(metrics)
     first = len(metrics)
     batches = training_batches(config, corpus, first)
-    progress = tqdm.tqdm(batches, initial=first, total=config.steps, desc=title, disable=None)
+    progress = tqdm.tqdm(
+        batches, initial=first, total=config.steps, desc=title, disable=quiet or None
+    )
     for number, (tokens, keys) in enumerate(progress, start=first + 1):
         with around_step(number - first):
             start = time.perf_counter()
@@ -267,7 +281,11 @@ def train(
         after_step(metrics[-1], (model, opt_state))
         log(number, logged(config, metrics[-1], mfu))
         speed = throughput(config, metrics)
-        if progress.disable and (number % config.eval_every == 0 or number == config.steps):
+        if (
+            progress.disable
+            and not quiet
+            and (number % config.eval_every == 0 or number == config.steps)
+        ):
             print(f"{title}: step {number}, loss {loss:.3f}, {speed:.0f} tokens a second")
         progress.set_postfix(loss=f"{loss:.3f}", tokens_per_second=f"{speed:.0f}")
     return model, metrics
@@ -312,7 +330,8 @@ def run(
     like = eqx.filter_eval_shape(initial_state, config)
     step_fn, loss_fn = make_pipeline(config, mesh)
     step_fn = step_fn.lower(*like, *next(training_batches(config, corpus))).compile()
-    log = log or config.logger
+    first = is_first(mesh)
+    log = (log or config.logger) if first else (lambda number, values: None)
     mfu = None
     if device := device_name(config):
         mfu = functools.partial(step_fn.mfu, device=device)
@@ -325,7 +344,7 @@ def run(
                 places = step_fn.input_shardings[:2]
                 state = saved.restore(last, args=jaxpp.restore_args(like, places))
                 metrics = rows.read(checkpoints.metrics_file(config), last)
-            with checkpoints.recording(config, saved, metrics) as after_step:
+            with checkpoints.recording(config, saved, metrics, first) as after_step:
                 return train(
                     config,
                     step_fn,
@@ -338,6 +357,7 @@ def run(
                     after_step=after_step,
                     log=log,
                     mfu=mfu,
+                    quiet=not first,
                 )
 
     for restarts_left in reversed(range(config.restarts + 1)):
@@ -423,10 +443,13 @@ def main(read_flags: Callable[[], Config], _: list[str]) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(f"train_lm: {error}") from error
     make_devices(config)
-    plot_schedule(config)
     with make_mesh(config) as mesh:
+        first = is_first(mesh)
+        if first:
+            plot_schedule(config)
         model, metrics = run(config, mesh, corpus)
-    report(config, corpus, model, metrics)
+    if first:
+        report(config, corpus, model, metrics)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,9 @@ class Config:
     # ---- the mesh
     mesh: str = option(
         "local",
-        "Whether ranks are devices of this process, or processes.",
-        choices=("local", "ray"),
+        "Whether ranks are devices of this process, processes of Ray, or of the processes that "
+        "srun, mpirun or torchrun has started, each with this script.",
+        choices=("local", "ray", "launched"),
     )
     cores: int | None = option(
         None, "CPU cores that a process of mesh=ray is bound to; without it, it has all.", lower=1

@@ -22,6 +22,7 @@ from experiments import train_lm
 from experiments.training import compare, data, mesh, models
 from experiments.training.config import Config
 from experiments.training.flags import define
+from tests.runtime.launched import jobs
 
 STEPS = 40
 TINY: dict[str, Any] = dict(
@@ -69,13 +70,13 @@ def losses(metrics):
     return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics]
 
 
-def start(output, text, **values):
-    """Starts to train in a process of its own."""
+def start(output, text, variables=None, **values):
+    """Starts to train in a process of its own, with further environment variables."""
     arguments = TINY | values | dict(output=output, data=text)
     command = [f"--{name}={value}" for name, value in arguments.items()]
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.train_lm", *command],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"} | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -137,6 +138,47 @@ def test_a_killed_run_on_ray_goes_on_bitwise(uninterrupted, text, tmp_path):
     assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
 
 
+def launch(output, text, count=2, **values):
+    """Starts to train in several processes, as torchrun does."""
+    port, known = jobs.free_port(), jobs.environment()
+    return [
+        start(
+            output,
+            text,
+            known | {name: str(value) for name, value in jobs.torchrun(n, count, port).items()},
+            mesh="launched",
+            **values,
+        )
+        for n in range(count)
+    ]
+
+
+def test_launched_processes_have_the_losses_of_one(uninterrupted, text, tmp_path):
+    processes = launch(tmp_path, text, checkpoint_every=0)
+    shown = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], shown
+    assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
+    assert "nats a byte" in shown[0] and not shown[1]  # the first one prints
+    assert {"loss.png", "timeline.png"} <= set(os.listdir(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_launched_run_one_process_of_which_was_killed_goes_on_bitwise(
+    uninterrupted, text, tmp_path
+):
+    processes = launch(tmp_path, text)
+    wait_for_rows(processes[0], tmp_path, 12)
+    processes[1].kill()
+    for process in processes:
+        process.communicate(timeout=300)
+        assert process.returncode != 0
+    assert len(rows_so_far(tmp_path)) < STEPS
+    processes = launch(tmp_path, text, resume=True)
+    shown = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], shown
+    assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
+
+
 def workers_of(process):
     """The processes of the ranks; they call themselves by the class of their actor."""
     everyone = psutil.Process(process.pid).children(recursive=True)
@@ -175,6 +217,7 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
         (dict(mesh="ray", worker_environment=("A",)), "NAME=value, got 'A'"),
         (dict(restarts=1), "restarts is for mesh=ray"),
         (dict(cores=1), "cores is for mesh=ray"),
+        (dict(mesh="launched", restarts=1), "restarts is for mesh=ray"),
         (dict(mesh="ray", restarts=1, checkpoint_every=0), "restarts needs checkpoint_every"),
         (dict(mesh="ray", dp=2, processes_per_rank=4), "=4 divides the 2 devices of a rank"),
         (dict(dp=2, processes_per_rank=2), "processes_per_rank is for mesh=ray"),
