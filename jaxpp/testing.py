@@ -331,14 +331,14 @@ def _replacements(
 ) -> dict[int, Any]:
     """Finds the parts of a result that are the next step's arguments, by argument's position."""
     donated, arguments = _donated(args, bundle), {}
-    for j, tree in enumerate(jaxprs.number_leaves(tuple(args))):
-        may_be = jaxprs.leaf_numbers(tree) and (j in donated or not isinstance(tree, jaxprs.Leaf))
+    for j, tree in enumerate(jaxprs.Tree.of(tuple(args)).children):
+        may_be = tree.numbers and (j in donated or not tree.is_array)
         if may_be if num_state is None else j < num_state:
             arguments[j] = tree
     arrays = list(filter(jaxprs.is_array, jtu.tree_leaves(result)))
     found = {
-        j: jtu.tree_map(lambda x: arrays[x.number] if isinstance(x, jaxprs.Leaf) else x, part)
-        for j, part in jaxprs.next_values(arguments, jaxprs.number_leaves(result)).items()
+        j: part.filled(arrays)
+        for j, part in jaxprs.next_values(arguments, jaxprs.Tree.of(result)).items()
     }
     if num_state is not None and (others := arguments.keys() - found):
         raise ValueError(

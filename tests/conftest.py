@@ -94,7 +94,8 @@ ALL_CASES = ("schedules",)
 
 
 #: Of what a plain `pytest` leaves out, a run takes one part where this says so, `0/2` or `1/2`: of
-#: the further cases some of each test, of the rest some of the files, whose tests share meshes.
+#: the further cases and the slow ones some of each test, of the rest some of the files, whose tests
+#: share meshes.
 NUMBER, _, PARTS = os.environ.get("JAXPP_PART", "0/1").partition("/")
 #: When a run is to end, in seconds since 1970: what has not begun by then is skipped.
 UNTIL = float(os.environ.get("JAXPP_UNTIL", "inf"))
@@ -119,7 +120,11 @@ def pytest_collection_modifyitems(config, items):
     tests, cases = pathlib.Path(__file__).parent, collections.Counter()
     other_parts = set()
     for item in items:
-        if not item.path.is_relative_to(tests) or item.get_closest_marker("slow"):
+        if not item.path.is_relative_to(tests):
+            continue
+        if item.get_closest_marker("slow"):
+            if str(zlib.crc32(item.nodeid.encode()) % int(PARTS)) != NUMBER:
+                other_parts.add(item)
             continue
         path, test = item.path.relative_to(tests).as_posix(), item.nodeid.partition("[")[0]
         cases[test] += 1

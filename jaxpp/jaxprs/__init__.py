@@ -58,11 +58,9 @@ from jaxpp.jaxprs._groups import in_levels as in_levels
 from jaxpp.jaxprs._groups import outline as outline
 from jaxpp.jaxprs._groups import union as union
 from jaxpp.jaxprs._in_place import warn_of_shared as warn_of_shared
-from jaxpp.jaxprs._next import Leaf as Leaf
-from jaxpp.jaxprs._next import leaf_numbers as leaf_numbers
+from jaxpp.jaxprs._next import Tree as Tree
 from jaxpp.jaxprs._next import leaves_of as leaves_of
 from jaxpp.jaxprs._next import next_values as next_values
-from jaxpp.jaxprs._next import number_leaves as number_leaves
 from jaxpp.jaxprs._next import origins as origins
 from jaxpp.jaxprs._numbers import lift_differing as lift_differing
 from jaxpp.jaxprs._numbers import with_start_operands as with_start_operands

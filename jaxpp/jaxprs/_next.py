@@ -1,6 +1,7 @@
 """Finds the parts of a result that are the next values of arguments: of a model, of its average."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,24 +29,61 @@ def leaves_of(avals: Iterable[Any]) -> list[Leaf]:
     return [Leaf(n, aval.shape, aval.dtype) for n, aval in enumerate(avals)]
 
 
-def number_leaves(tree: Any, avals: Iterable[Any] | None = None) -> Any:
-    """Puts a `Leaf` in place of each array of a tree: of the types given, or of its own."""
-    if avals is None:
-        avals = filter(is_array, jtu.tree_leaves(tree))
-    found = iter(leaves_of(avals))
-    return jtu.tree_map(lambda x: next(found) if is_array(x) else x, tree)
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A pytree taken apart: a class of the user's need not take a `Leaf` in place of an array.
 
+    Args:
+        structure: its structure.
+        leaves: its leaves, a `Leaf` for each array.
+    """
 
-def leaf_numbers(tree: Any) -> list[int]:
-    """Returns the numbers of the arrays of a tree."""
-    return [leaf.number for leaf in jtu.tree_leaves(tree) if isinstance(leaf, Leaf)]
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    @staticmethod
+    def of(tree: Any, avals: Iterable[Any] | None = None) -> "Tree":
+        """Takes a pytree apart; its arrays have the types given, or their own."""
+        leaves, structure = jtu.tree_flatten(tree)
+        arrays = iter(leaves_of(filter(is_array, leaves) if avals is None else avals))
+        return Tree(structure, tuple(next(arrays) if is_array(x) else x for x in leaves))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its arrays."""
+        return [x.number for x in self.leaves if isinstance(x, Leaf)]
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is a single array."""
+        return jtu.treedef_is_leaf(self.structure) and bool(self.numbers)
+
+    @property
+    def type(self) -> tuple[Any, list[Any]]:
+        """What two trees have in common that are alike."""
+        types = [isinstance(x, Leaf) and (x.shape, x.dtype) for x in self.leaves]
+        return self.structure, types
+
+    @property
+    def children(self) -> list["Tree"]:
+        """The trees that it is made of, without their place."""
+        leaves = iter(self.leaves)
+        return [
+            Tree(child, tuple(itertools.islice(leaves, child.num_leaves)))
+            for child in jtu.treedef_children(self.structure)
+        ]
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """Puts the tree together, of arrays by their numbers."""
+        leaves = [arrays[x.number] if isinstance(x, Leaf) else x for x in self.leaves]
+        return jtu.tree_unflatten(self.structure, leaves)
 
 
 def next_values(
-    arguments: Mapping[Key, Any],
-    result: Any,
+    arguments: Mapping[Key, Tree],
+    result: Tree,
     origins: Callable[[], Sequence[Collection[int]]] | None = None,
-) -> dict[Key, Any]:
+) -> dict[Key, Tree]:
     """Finds the parts of a result that are the next values of arguments; each has one at most.
 
     A next value has the structure of the argument, and arrays of the same types in the same places;
@@ -54,19 +92,19 @@ def next_values(
     else as can be; where nothing is known of that, the first one.
 
     Args:
-        arguments: trees with a `Leaf` in place of each array.
-        result: such a tree.
+        arguments: trees.
+        result: a tree.
         origins: makes for each array of the result the numbers of those arrays of the arguments
             that it is computed from. It is called only where several are alike.
     """
-    types, found = {key: _type(tree) for key, tree in arguments.items()}, {}
+    types, found = {key: tree.type for key, tree in arguments.items()}, {}
 
-    def alike(node: Any) -> list[Key]:
-        own = _type(node)
+    def alike(node: Tree) -> list[Key]:
+        own = node.type
         return [key for key, wanted in types.items() if key not in found and wanted == own]
 
-    def largest(node: Any) -> list[Any]:
-        return [node] if alike(node) else [x for child in _children(node) for x in largest(child)]
+    def largest(node: Tree) -> list[Tree]:
+        return [node] if alike(node) else [x for child in node.children for x in largest(child)]
 
     nodes, known = largest(result), None
     while nodes:
@@ -81,26 +119,14 @@ def next_values(
                 taken.add(k)
                 found[key] = nodes[k]
         rest = [node for k, node in enumerate(nodes) if k not in taken]
-        nodes = [x for node in rest for child in _children(node) for x in largest(child)]
+        nodes = [x for node in rest for child in node.children for x in largest(child)]
     return found
 
 
-def _score(argument: Any, part: Any, origins: Sequence[Collection[int]]) -> float:
+def _score(argument: Tree, part: Tree, origins: Sequence[Collection[int]]) -> float:
     """Counts the leaves that are computed from their old values, by their shares in what is."""
-    pairs = zip(leaf_numbers(argument), leaf_numbers(part), strict=True)
+    pairs = zip(argument.numbers, part.numbers, strict=True)
     return sum(1 / len(origins[new]) for old, new in pairs if old in origins[new])
-
-
-def _type(tree: Any) -> tuple[Any, list[Any]]:
-    """Returns what two trees have in common that are alike."""
-    found, structure = jtu.tree_flatten(tree)
-    return structure, [isinstance(x, Leaf) and (x.shape, x.dtype) for x in found]
-
-
-def _children(node: Any) -> list[Any]:
-    """Returns the children of a node of a pytree."""
-    children = jtu.tree_leaves(node, is_leaf=lambda x: x is not node)
-    return [child for child in children if child is not node]
 
 
 def origins(

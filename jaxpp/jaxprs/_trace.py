@@ -44,9 +44,12 @@ class Traced:
 
     def rebuild(self, outputs: Iterable[Any]) -> Any:
         """Puts the jaxpr's outputs and the static leaves back into the function's result."""
+        return jtu.tree_unflatten(self.out_tree, self.output_leaves(outputs))
+
+    def output_leaves(self, outputs: Iterable[Any]) -> list[Any]:
+        """Returns the leaves of the function's result: the jaxpr's outputs, and the static ones."""
         outputs = iter(outputs)
-        leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]
-        return jtu.tree_unflatten(self.out_tree, leaves)
+        return [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]
 
     def output_paths(self) -> list[str]:
         """Returns the path of each array in the function's result, as `keystr` of JAX writes it."""

@@ -1,5 +1,6 @@
 """Parts of a result are the next values of arguments: by structure, by types, then by origins."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,9 +11,9 @@ A, B = jnp.zeros(2), jnp.zeros(3)
 
 def paired(arguments, result, origins=None):
     """By the number of each argument, the numbers of the arrays that are its next value."""
-    trees = dict(enumerate(jaxprs.number_leaves(arguments)))
-    found = jaxprs.next_values(trees, jaxprs.number_leaves(result), origins)
-    return {key: jaxprs.leaf_numbers(part) for key, part in found.items()}
+    trees = dict(enumerate(jaxprs.Tree.of(arguments).children))
+    found = jaxprs.next_values(trees, jaxprs.Tree.of(result), origins)
+    return {key: part.numbers for key, part in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,21 @@ def test_origins_are_asked_for_only_where_they_decide():
         raise AssertionError
 
     assert paired([[A], [B]], ([B], [A]), origins) == {0: [1], 1: [0]}
+
+
+def test_a_class_that_takes_nothing_but_arrays_is_paired():
+    @jax.tree_util.register_pytree_node_class
+    class Scale:
+        def __init__(self, value):
+            jax.eval_shape(lambda: value)  # as jmp's scales of the loss do
+            self.value = value
+
+        def tree_flatten(self):
+            return (self.value,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    scale = Scale(A)
+    assert paired([scale, None, B], (B, {"scale": scale})) == {0: [1], 2: [0]}

@@ -108,7 +108,7 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
     if mesh is None:
         _save(path, tree, overwrite)
     else:  # on a launched mesh, process 0 alone
-        mesh.lead("saves a state", lambda: _save(path, tree, overwrite))
+        mesh.lead(f"saves a state to {_absolute(path)}", lambda: _save(path, tree, overwrite))
 
 
 def _save(path: str | os.PathLike[str], tree: Any, overwrite: bool) -> None:

@@ -52,7 +52,8 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         if copies(computation):
             return {home: Copier(computation, home) for home in found}
         if lowered is not None:
-            kept[target].add(computation, found[0], _compat.compiled(lowered))
+            kept[target].compile = functools.partial(compile_for, computation)
+            kept[target].by_home[found[0]] = _compat.compiled(lowered)
         return {home: kept[target].on(home) for home in found}
 
     # The largest computation first; each is compiled while the next is lowered.
@@ -99,35 +100,35 @@ def _shape_of(home: Home) -> Any:
     return home.abstract_mesh if isinstance(home, Mesh) else None
 
 
-class _Executables:
-    """A computation compiled for one home, and loaded on others when they need it."""
+class Executables:
+    """A computation compiled for one home, and loaded on others when they need it.
 
-    def __init__(self) -> None:
+    Args:
+        compile: compiles it for a home.
+    """
+
+    def __init__(self, compile: Callable[[Home], Any] | None = None) -> None:
+        self.compile = compile
         self.by_home: dict[Home, Any] = {}
-
-    def add(self, computation: Computation, home: Home, compiled: Any) -> None:
-        """Adds what was compiled for the first home."""
-        self._computation = computation
-        # Only a compiled executable can be loaded elsewhere; a loaded one cannot be loaded again.
-        self._compiled = compiled
-        self.by_home[home] = compiled
 
     def on(self, home: Home) -> Any:
         """Returns the executable for a home."""
         if home not in self.by_home:
-            self.by_home[home] = _compat.load_on_devices(
-                self._compiled, devices_of(home)
-            ) or _compat.compiled(lower(self._computation, home))
+            # Only a compiled executable can be loaded elsewhere: the first one.
+            first = next(iter(self.by_home.values()), None)
+            loaded = first and _compat.load_on_devices(first, devices_of(home))
+            assert self.compile is not None
+            self.by_home[home] = loaded or self.compile(home)
         return self.by_home[home]
 
 
 @functools.lru_cache(maxsize=512)
-def _kept(key: Hashable) -> _Executables:
+def _kept(key: Hashable) -> Executables:
     """Returns the executables of a key, empty at first; those not used the longest are dropped.
 
     Keys name objects of a computation by their ids; its executables hold the computation.
     """
-    return _Executables()
+    return Executables()
 
 
 def clear_cache() -> None:
@@ -210,6 +211,11 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
     out = out if any(map(_compat.memory_kind, (*jaxpr.in_avals, *jaxpr.out_avals))) else None
     with jax.default_device(home), wide:
         return jax.jit(run, donate_argnums=donated, out_shardings=out).lower(*avals)
+
+
+def compile_for(computation: Computation, home: Home) -> Any:
+    """Lowers and compiles a computation for a home."""
+    return _compat.compiled(lower(computation, home))
 
 
 # ---- copies between the memories of a device and of its host ------------------------------------

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 
 from jaxpp._program import Bundle
 from jaxpp.runtime.arrays import to_host
+from jaxpp.runtime.site import Given, RemoteArray
 
 #: The causes that were seen.
 CAUSES = (
     "Usual causes are the order of a set, the time, a random number without a fixed seed, and the "
     "name of a host or the number of the process, in what the step closes over or builds on."
 )
+#: Of a large argument of a call so many of its elements are compared.
+SAMPLE = 1 << 14
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -63,6 +67,26 @@ def _hashed(value: Any) -> str:
     array: Any = to_host(value) if isinstance(value, jax.Array) else np.asarray(value)
     digest = hashlib.sha256(array.tobytes()).hexdigest()
     return f"{array.dtype}{list(array.shape)} of {digest[:16]}"
+
+
+def with_call(digest: int, step: int, inputs: Sequence[Any]) -> int:
+    """Adds a call to a hash of all calls: the step, and for each argument which array it is.
+
+    Of arrays that go with the call it takes the values, of a large one the first `SAMPLE`.
+
+    Args:
+        digest: the hash of the calls before.
+        step: the number of the step.
+        inputs: the arguments, as of `Group.send_steps`.
+    """
+    digest = zlib.crc32(str(step).encode(), digest)
+    for one in inputs:
+        if isinstance(one, Given):
+            data = one.data if isinstance(one.data, bytes) else one.data.flat[:SAMPLE].tobytes()
+        else:
+            data = str(one.id if isinstance(one, RemoteArray) else "").encode()
+        digest = zlib.crc32(data, digest)
+    return digest
 
 
 def digest_of(text: Sequence[tuple[str, str]]) -> str:

@@ -12,11 +12,13 @@ class At(NamedTuple):
         meeting: the number of the meeting that it comes to, or will come to next.
         calls: the number of its calls of steps.
         what: what it does there, in words; empty where it has not come yet.
+        digest: a hash of which steps it has called, with which arguments.
     """
 
     meeting: int
     calls: int
     what: str = ""
+    digest: int = 0
 
 
 class Course:
@@ -50,8 +52,10 @@ def _error(each: dict[int, At]) -> RuntimeError:
         f"process {n} {at.what or 'calls a step again'} after {at.calls} calls"
         for n, at in sorted(each.items())
     )
+    if len({(at.meeting, at.calls, at.what) for at in each.values()}) == 1:
+        told += ", with other arguments, or of other steps"
     return RuntimeError(
-        f"the processes do not make the same calls: {told}. Each process calls the steps, fetches "
-        f"results (float, gather, print) and saves in the same order; only what it does with plain "
-        f"values may depend on its number"
+        f"the processes do not make the same calls: {told}. Each process calls the steps with the "
+        f"same arguments, fetches results (float, gather, print) and saves in the same order; only "
+        f"what it does with plain values may depend on its number"
     )

@@ -23,7 +23,6 @@ from jaxpp.runtime.site import (
     Plain,
     Process,
     RankError,
-    versions,
 )
 
 
@@ -39,7 +38,6 @@ class LaunchedGroup(Group):
         start: starts JAX and the transport of this process's ranks, at an address that the others
             reach; returns the transport, and the description of the process.
         ranks: the ranks of each process.
-        describe: gives the stage and source line of a task, from its call's number and its label.
         heartbeat_timeout: as of the mesh.
         start_timeout: as of the mesh.
     """
@@ -53,13 +51,13 @@ class LaunchedGroup(Group):
         settings: str,
         start: Callable[[bytes, str], tuple[Any, Hello]],
         ranks: Sequence[tuple[int, ...]],
-        describe: Callable[[int, str], str],
         heartbeat_timeout: float,
         start_timeout: float,
     ):
         super().__init__()
         self.place = place
-        self._numbers, self._others, self._calls = itertools.count(), itertools.count(), 0
+        self._numbers, self._others = itertools.count(), itertools.count()
+        self._calls = self._digest = 0
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.
         self._course = None if place.number else Course(place.count, self._differ)
@@ -71,7 +69,7 @@ class LaunchedGroup(Group):
         self._process = Process(own.ranks)
         self._lanes = Lanes(self._process)
         timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
-        self._watch = LaunchedWatch(self, self._members, timeout, describe)
+        self._watch = LaunchedWatch(self, self._members, timeout)
         self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
         try:
             self._begin(settings, *start(secret, self.hub.address))
@@ -82,9 +80,9 @@ class LaunchedGroup(Group):
 
     def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
         """Begins to work with the other processes."""
-        self._process.have(transport, 0, lambda reference: reference)
+        self._process.have(transport, lambda reference: reference)
         self._watch.start()
-        self._process.when_failed(self.report)
+        self._process.end.add_done_callback(lambda end: self.report(end.result()))
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
             member.hello = found[member.worker]
@@ -94,11 +92,9 @@ class LaunchedGroup(Group):
         self.meet("has connected", None).values()  # none sends before all are connected
 
     def _check(self, member: Member) -> None:
-        own, theirs = versions(), member.hello.versions if member.hello else {}
-        if apart := [f"{n} {theirs[n]} (here {v})" for n, v in own.items() if theirs[n] != v]:
+        if apart := member.hello and member.hello.other_versions:
             raise ValueError(
-                f"LaunchedMpmdMesh: {member} has {', '.join(apart)}; install the same versions on "
-                f"every host."
+                f"LaunchedMpmdMesh: {member} has {apart}; install the same versions on every host."
             )
 
     # ---- calls ----------------------------------------------------------------------------------
@@ -110,10 +106,12 @@ class LaunchedGroup(Group):
             return Call(self._watch, None, set())
         return Call(self._watch, self._lanes.call(method, *args[own]), {own})
 
-    def send_steps(self, calls: Mapping[int, Any]) -> None:
-        """Calls a step, and counts the call."""
+    def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
+        """Calls a step, counts the call, and takes note of it for the others."""
         self._calls += 1
-        super().send_steps(calls)
+        for call in calls.values():
+            self._digest = _agreement.with_call(self._digest, call.step, inputs)
+        super().send_steps(calls, inputs)
 
     def put(self, value: Any) -> Any:
         """Returns the value itself, since all processes have it."""
@@ -173,7 +171,7 @@ class LaunchedGroup(Group):
         """Comes to the next meeting in the order of all; returns its key."""
         with self._lock:
             number = next(self._numbers)
-            self._say(At(number, self._calls, what))
+            self._say(At(number, self._calls, what, self._digest))
             self._next = number + 1
         return number, what
 
@@ -311,6 +309,7 @@ class LaunchedGroup(Group):
             try:
                 if not self._watch.fails:
                     self.meet("shuts the mesh down", None).values()
+                self._watch.check()  # it may have come after another number of calls
             finally:
                 self.stopped = True
                 self._watch.close()

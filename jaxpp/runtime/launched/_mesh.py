@@ -1,10 +1,7 @@
 """`LaunchedMpmdMesh`: the same script in each process, started by srun, mpirun or torchrun."""
 
-import atexit
-import contextlib
 import math
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +15,9 @@ from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import check_axes, home_over
 from jaxpp.runtime.launched._environment import find_place, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
-from jaxpp.runtime.site import Hello, Library, SiteMesh, Traced, versions
-from jaxpp.runtime.transport import SocketTransport, first_devices, host_identity
+from jaxpp.runtime.launched._watch import host_of_processes
+from jaxpp.runtime.site import Hello, SiteMesh, keep_interrupts
+from jaxpp.runtime.transport import SocketTransport, first_devices
 
 
 class LaunchedMpmdMesh(SiteMesh):
@@ -87,6 +85,7 @@ class LaunchedMpmdMesh(SiteMesh):
         heartbeat_timeout: float = 3.0,
         start_timeout: float = 300.0,
     ):
+        keep_interrupts()
         axes = check_axes("LaunchedMpmdMesh", shape, axis_names, axis_types)
         place = find_place()
         if axes.num_ranks % place.count:
@@ -99,8 +98,6 @@ class LaunchedMpmdMesh(SiteMesh):
         self.process, self.num_processes = place.number, place.count
         each = axes.num_ranks // place.count
         ranks = [tuple(range(n, n + each)) for n in range(0, axes.num_ranks, each)]
-        #: A rank of each process, by which traces reach it.
-        self.first_ranks = [own[0] for own in ranks]
         sizes = axis_sizes(axes.inside)
         width = math.prod(sizes.values())
 
@@ -113,16 +110,12 @@ class LaunchedMpmdMesh(SiteMesh):
             }
             near = place.count == 1 or address.startswith("127.")
             transport = SocketTransport(homes, secret, address=None if near else address)
-            return transport, _hello(address, own[0], transport)
+            return transport, Hello.of(address, host_of_processes(), own[0], transport.addresses)
 
         config: Any = jax.config
         settings = f"axes {self.shape} {self.axis_names}, x64 {bool(config.jax_enable_x64)}"
-        self._group = LaunchedGroup(
-            place, settings, start, ranks, self._describe, heartbeat_timeout, start_timeout
-        )
-        self._begin(self._group, Library(self._group.put, Traced.of))
-        self._own = os.getpid()
-        atexit.register(self.shutdown)
+        self._group = LaunchedGroup(place, settings, start, ranks, heartbeat_timeout, start_timeout)
+        self._begin(self._group)
         before = sys.excepthook
 
         def tell(kind: Any, error: BaseException, traceback: Any) -> None:
@@ -131,29 +124,10 @@ class LaunchedMpmdMesh(SiteMesh):
 
         sys.excepthook = tell
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, _: Any, error: BaseException | None, __: Any):
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self._group.fail(error)
         self.shutdown()
-
-    def shutdown(self) -> None:
-        """Waits for the other processes to come to their end, too, and leaves; may be repeated.
-
-        Raises:
-            RankError: another process has failed.
-        """
-        if os.getpid() != self._own or self._group.stopped:
-            return
-        atexit.unregister(self.shutdown)
-        try:
-            if self._steps.library.has_effects and self._group.is_well:
-                with contextlib.suppress(RuntimeError):  # a rank fails now
-                    self._steps.settle()
-        finally:
-            self._group.stop()
 
 
 def _prepare_jax(devices: int, gpus: str) -> None:
@@ -167,17 +141,3 @@ def _prepare_jax(devices: int, gpus: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if config.jax_num_cpu_devices < devices and "platform_device_count" not in flags:
         jax.config.update("jax_num_cpu_devices", devices)
-
-
-def _hello(address: str, device: Any, transport: SocketTransport) -> Hello:
-    return Hello(
-        versions(),
-        socket.gethostname(),
-        address,
-        os.getpid(),
-        host_identity(),
-        device.platform,
-        device.device_kind,
-        "",
-        transport.addresses,
-    )

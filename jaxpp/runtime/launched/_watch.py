@@ -3,9 +3,10 @@
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxpp.runtime.site import Death, Failure, Member, Watch, end_stopped
+from jaxpp.runtime.site import Death, Failure, Member, Watch, end_stopped, has_ended
 from jaxpp.runtime.transport import host_identity
 
 #: What the user can do after a failure.
@@ -16,11 +17,17 @@ END_TIMEOUT = 30.0
 PATIENCE = 10
 
 
+def host_of_processes() -> str:
+    """Names what this process sees the processes of: its host, or its container's part of it."""
+    own = Path("/proc/self/ns/pid")
+    return f"{host_identity()}-{own.stat().st_ino if own.exists() else 0}"
+
+
 class LaunchedWatch(Watch):
     """Watches the processes of a job: process 0 all, the others process 0, which tells them."""
 
-    def __init__(self, group: Any, members: Any, timeout: float, describe: Any):
-        super().__init__(members, timeout, describe, ADVICE)
+    def __init__(self, group: Any, members: Any, timeout: float):
+        super().__init__(members, timeout, group.library.describe, ADVICE)
         self._group = group
         #: The processes that have given a sign of life since the last look.
         self.heard: set[int] = set()
@@ -52,7 +59,9 @@ class LaunchedWatch(Watch):
     def why_dead(self, member: Member, silence: float) -> str:
         """Looks at a silent process of this host; one of another may be silent for longer."""
         there = member.hello
-        if there is not None and there.node == host_identity():
+        if there is not None and there.node == host_of_processes():
+            if has_ended(there.pid):
+                return "its process has ended"  # a fork of it may hold its connections
             return "its process is stopped" if end_stopped(there.pid) else ""
         return "its host does not answer" if silence > PATIENCE * self._timeout else ""
 

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,8 @@ import ray.exceptions
 
 from jaxpp.runtime.remote._member import WorkerMember
 from jaxpp.runtime.remote._settings import Settings
-from jaxpp.runtime.remote._start import LOOPBACK, Setup
 from jaxpp.runtime.remote._watch import WorkerWatch
-from jaxpp.runtime.remote._worker import LANES, Worker
+from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Worker
 from jaxpp.runtime.remote.cluster import (
     ANSWER_TIMEOUT,
     join_session,
@@ -41,9 +39,11 @@ from jaxpp.runtime.site import (
     Process,
     Watch,
     uninterrupted,
-    versions,
 )
 from jaxpp.runtime.transport import warn_of_open_ports
+
+#: Seconds that Ray has to bring the last lines that ranks have printed.
+PRINTING = 0.5
 
 #: Ray's decorator; its overloads do not know its options.
 _remote: Any = ray.remote
@@ -60,7 +60,6 @@ class WorkerGroup(Group):
 
     Args:
         settings: how they are started.
-        describe: gives the stage and source line of a task, from its call's number and its label.
 
     Raises:
         ValueError: the cluster cannot hold them, or they differ from the driver in a version.
@@ -69,13 +68,9 @@ class WorkerGroup(Group):
 
     carrier = Packed
 
-    def __init__(self, settings: Settings, describe: Callable[[int, str], str]):
+    def __init__(self, settings: Settings):
         super().__init__()
-        self._warned = False
-        self._describe = describe
-        config: Any = jax.config
-        self._x64 = bool(config.jax_enable_x64)
-        self._secret = secrets.token_bytes(32)
+        self._settings, self._warned = settings, False
         self._epoch = 0
         #: For each rank where its processes are joined; None where it has but one.
         self._coordinators: list[str | None] = [None] * settings.num_ranks
@@ -84,11 +79,10 @@ class WorkerGroup(Group):
         with contextlib.ExitStack() as undo:
             self._session = join_session()
             undo.callback(leave_session, self._session)
-            gpus, many = settings.devices_per_rank * settings.gpus_per_rank, 1
+            gpus = settings.devices_per_rank * settings.gpus_per_rank
+            many = settings.ranks_per_process or 1
             if settings.may_share:
                 many = ranks_of_a_node(settings.num_ranks, gpus)
-            many = self.ranks_per_process = settings.ranks_per_process or many
-            self._settings = dataclasses.replace(settings, ranks_per_process=many)
             self._reservation = reserve_places(
                 self._session,
                 settings.num_ranks,
@@ -139,6 +133,13 @@ class WorkerGroup(Group):
 
     # ---- life -----------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Waits until the callbacks of all calls have been made, and their lines are here."""
+        try:
+            super().settle()
+        finally:
+            time.sleep(PRINTING)
+
     def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
 
@@ -188,21 +189,19 @@ class WorkerGroup(Group):
     def stop(self) -> None:
         """Ends all workers, and gives back their reservation in the cluster; may be repeated."""
         with self.order:
-            if not self.stopped:
-                self.stopped = True
-                self._stop()
-
-    def _stop(self) -> None:
-        try:
-            self._end_calls()
-            if ray.is_initialized():  # else the session has gone, and all workers with it
-                fit = {m.worker: () for m in self.members if m.actor and not m.dead}
-                self.send(Process.close, fit).wait(ANSWER_TIMEOUT)
-        finally:
-            self._kill()
-            with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
-                release_places(self._reservation)
-            leave_session(self._session)
+            if self.stopped:
+                return
+            self.stopped = True
+            try:
+                self._end_calls()
+                if ray.is_initialized():  # else the session has gone, and all workers with it
+                    fit = {m.worker: () for m in self.members if m.actor and not m.dead}
+                    self.send(Process.close, fit).wait(ANSWER_TIMEOUT)
+            finally:
+                self._kill()
+                with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
+                    release_places(self._reservation)
+                leave_session(self._session)
 
     def _end_calls(self) -> None:
         self._watch.close()  # the closed watch stays, and refuses all calls
@@ -221,13 +220,17 @@ class WorkerGroup(Group):
             member.actor = self._new_actor(member)
         if len(fresh) == len(self.members):
             self._meet()
-        hellos = self._ask(Worker.start, fresh, lambda member: (self._setup(member),))
+        args = [
+            (self._settings, self._address(m), self._coordinators[m.ranks[0]], self._epoch)
+            for m in fresh
+        ]
+        hellos = self._ask(Worker.start, fresh, args)
         for member, hello in zip(fresh, hellos, strict=True):
             self._check(member, hello)
             member.hello = hello
         warn_of_open_ports([hello.addresses for hello in hellos])
         timeout = self._settings.heartbeat_timeout
-        self._watch = WorkerWatch(self.members, timeout, self._describe, RESTART)
+        self._watch = WorkerWatch(self.members, timeout, self.library.describe, RESTART)
         self._watch.start()
         # Processes of the same number in their ranks send to each other.
         peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)
@@ -257,7 +260,7 @@ class WorkerGroup(Group):
         if processes > 1:
             first = self.members[::processes]
             hosts = [self._address(member) or LOOPBACK for member in first]
-            ports = self._ask(Worker.free_port, first, lambda m: (self._address(m) or LOOPBACK,))
+            ports = self._ask(Worker.free_port, first, [(host,) for host in hosts])
             pairs = zip(hosts, ports, strict=True)
             self._coordinators = [f"{host}:{port}" for host, port in pairs]
 
@@ -278,26 +281,12 @@ class WorkerGroup(Group):
         place = self._reservation.places[member.ranks[0]][member.process]
         return place.address if wanted == "auto" else wanted
 
-    def _setup(self, member: WorkerMember) -> Setup:
-        return Setup(
-            self._settings,
-            member.ranks,
-            member.process,
-            self._secret,
-            self._address(member),
-            self._coordinators[member.ranks[0]],
-            self._x64,
-            self._epoch,
-        )
-
     def _ask(
-        self,
-        method: Callable[..., Any],
-        members: Sequence[WorkerMember],
-        args: Callable[[WorkerMember], tuple],
+        self, method: Callable[..., Any], members: Sequence[WorkerMember], args: Sequence[tuple]
     ) -> list[Any]:
         """Calls a method of workers that start, and waits for the results."""
-        references = [member.call(method, *args(member)) for member in members]
+        each = zip(members, args, strict=True)
+        references = [member.call(method, *own) for member, own in each]
         try:
             return ray.get(references, timeout=self._settings.start_timeout)
         except ray.exceptions.GetTimeoutError:
@@ -327,14 +316,10 @@ class WorkerGroup(Group):
                 f"JAX_PLATFORMS={given!r}. Install JAX for GPUs on that host (jax[cuda13]), or run "
                 f"on CPU with gpus_per_rank=0."
             )
-        own = versions()
-        apart = [
-            f"{n} {hello.versions[n]} (here {own[n]})" for n in own if hello.versions[n] != own[n]
-        ]
-        if apart:
+        if apart := hello.other_versions:
             raise ValueError(
-                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has "
-                f"{', '.join(apart)}; install the same versions on every host."
+                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has {apart}; install "
+                f"the same versions on every host."
             )
 
 

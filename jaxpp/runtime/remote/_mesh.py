@@ -1,22 +1,17 @@
 """`RemoteMpmdMesh`: a worker process for each rank, on the hosts of a Ray cluster."""
 
-import atexit
-import contextlib
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AxisType
 
 from jaxpp._program import PIPELINE_AXIS, Bundle
 from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import check_axes
 from jaxpp.runtime.remote._settings import Settings
-from jaxpp.runtime.site import Library, SiteMesh
-
-#: Seconds that Ray has to bring the last lines that ranks have printed, before they end.
-PRINTING = 0.5
+from jaxpp.runtime.site import SiteMesh
 
 
 class RemoteMpmdMesh(SiteMesh):
@@ -106,6 +101,7 @@ class RemoteMpmdMesh(SiteMesh):
         # The group brings Ray, which takes long to import.
         from jaxpp.runtime.remote._group import WorkerGroup
 
+        config: Any = jax.config
         settings = Settings(
             axes.num_ranks,
             axis_sizes(axes.inside),
@@ -119,41 +115,12 @@ class RemoteMpmdMesh(SiteMesh):
             transport,
             heartbeat_timeout,
             start_timeout,
+            config.jax_enable_x64,
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
-        self._group = WorkerGroup(settings, self._describe)
-        #: A rank of each process, by which traces reach it.
-        self.first_ranks = range(0, axes.num_ranks, self._group.ranks_per_process)
-        self._begin(self._group, Library(self._group.put))
-        self._driver = os.getpid()
-        atexit.register(self.shutdown)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.shutdown()
-
-    # ---- life -----------------------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        """Ends the workers, and a Ray session that was started for this mesh; may be repeated.
-
-        First it waits for the callbacks that are left, if steps have some.
-
-        It does nothing in a process that is a fork of the driver.
-        """
-        if os.getpid() != self._driver or self._group.stopped:
-            return
-        try:
-            if self._steps.library.has_effects and self._group.is_well:
-                with contextlib.suppress(RuntimeError):  # a rank fails now
-                    self._steps.settle()
-                time.sleep(PRINTING)
-        finally:
-            atexit.unregister(self.shutdown)
-            self._group.stop()
+        self._group = WorkerGroup(settings)
+        self._begin(self._group)
 
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
@@ -165,7 +132,8 @@ class RemoteMpmdMesh(SiteMesh):
         with self._group.order:
             self._group.check_open()
             # This comes before the new workers, which will never make the arrays from before.
-            self._steps.restart()
+            self._arrays.restart()
+            self.tracing = None
             self._group.restart()
 
     def load(self, bundle: Bundle) -> Any:

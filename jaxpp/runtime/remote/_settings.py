@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -11,10 +12,11 @@ from jaxpp.runtime.transport import Transport
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `RemoteMpmdMesh`, which describes them.
+    """What all workers start with: the arguments of `RemoteMpmdMesh`, which describes them.
 
     `inside` has the axes inside a rank, and their sizes. `gpus_per_rank` counts the GPUs for each
-    entry of these axes.
+    entry of these axes. `x64` tells whether 64-bit types are on in the driver. Workers prove to
+    each other that they have the `secret`.
 
     Raises:
         ValueError: the devices of a rank cannot be divided among so many processes, or have no GPU
@@ -33,6 +35,8 @@ class Settings:
     transport: Any
     heartbeat_timeout: float
     start_timeout: float
+    x64: bool
+    secret: bytes = dataclasses.field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property
     def devices_per_rank(self) -> int:

@@ -1,14 +1,33 @@
 """The worker process: a site that Ray starts. Ray makes an actor of this class."""
 
+import os
 from typing import NoReturn
 
-from jaxpp.runtime.remote._start import Setup, start_ranks
+import jax
+import ray
+
+from jaxpp.runtime.arrays import Home, devices_of, home_over
+from jaxpp.runtime.remote._settings import Settings
+from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
-from jaxpp.runtime.site import Hello, Process, lane
-from jaxpp.runtime.transport import free_port
+from jaxpp.runtime.site import Failed, Hello, Process, lane
+from jaxpp.runtime.transport import (
+    Pulls,
+    SocketTransport,
+    first_devices,
+    free_port,
+    join_processes,
+    rank_home,
+)
 
 #: The threads of each lane, which is a concurrency group of the actor.
 LANES = {**SITE_LANES, "life": 1}
+
+#: The flag of XLA that does the same as `jax_num_cpu_devices`.
+DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
+
+#: The address at which only processes of the same host reach each other.
+LOOPBACK = "127.0.0.1"
 
 
 class Worker(Process):
@@ -18,18 +37,63 @@ class Worker(Process):
         """Finds a port that is free here; `host` is this host's own address."""
         return free_port(host)
 
-    def start(self, setup: Setup) -> Hello:
-        """Starts JAX and the connections of the ranks; describes the process."""
-        import ray
+    def start(
+        self, settings: Settings, address: str | None, coordinator: str | None, epoch: int
+    ) -> Hello:
+        """Starts JAX and the connections of the ranks; describes the process.
 
-        transport, hello = start_ranks(setup)
-        self.have(transport, setup.process, ray.get)
-        return hello
+        Args:
+            settings: of the mesh.
+            address: the address of this host that others reach it by; None for loopback only.
+            coordinator: where `jax.distributed` joins the processes of the rank; None where it has
+                but one.
+            epoch: how often the mesh has been restarted.
+        """
+        prepare_process(settings.cores)
+        self._start_jax(settings)
+        if coordinator is not None:
+            where = coordinator, settings.processes_per_rank, self.process
+            join_processes(*where, host=address or LOOPBACK)
+        homes = {rank: self._home(settings, rank) for rank in self.numbers}
+        first = homes[self.numbers[0]]
+        kind, pulls = settings.transport, None
+        if kind == "jax":
+            kind, pulls = "auto", Pulls(first, address)
+        transport = SocketTransport(homes, settings.secret, address=address, kind=kind, pulls=pulls)
+        if epoch:
+            transport.reset(epoch)
+        self.have(transport, ray.get)
+        device = next(d for d in devices_of(first) if d.process_index == jax.process_index())
+        here = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        output = os.path.realpath("/proc/self/fd/2")
+        return Hello.of(*here, device, transport.addresses, output)
+
+    def _start_jax(self, settings: Settings) -> None:
+        """Starts JAX with the devices of this process."""
+        ranks = len(self.numbers)
+        devices = settings.devices_per_rank // settings.processes_per_rank * ranks
+        jax.config.update("jax_enable_x64", settings.x64)
+        # JAX rejects the option together with the flag, which the driver's environment may have.
+        if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+            jax.config.update("jax_num_cpu_devices", devices)
+        if settings.cores == 1 and settings.devices_per_rank == ranks == 1:
+            # On one core a second thread that computes costs time: tasks of 1 ms took 8% longer
+            # with asynchronous dispatch.
+            jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+    def _home(self, settings: Settings, rank: int) -> Home:
+        """Makes the home of a rank, of its share of the devices of this process."""
+        sizes = settings.inside
+        if settings.processes_per_rank > 1:
+            return rank_home(sizes, rank)
+        shared = min(settings.gpus_per_rank or 1, 1)  # ranks of one device may share a GPU
+        first = int(settings.devices_per_rank * self.numbers.index(rank) * shared)
+        return home_over(first_devices(jax.local_devices()[first:], sizes, rank), sizes)
 
     @lane("life")
     def live(self) -> NoReturn:
         """Raises the failure once the process has failed; Ray ends the call when it has died."""
-        self.wait_for_failure()
+        raise Failed(self.end.result(), ends=True) from None
 
     @lane("control")
     def pulse(self) -> None:

@@ -6,8 +6,9 @@ one has failed.
 
 from jaxpp.runtime.site._array import RemoteArray as RemoteArray
 from jaxpp.runtime.site._array import RemoteSharding as RemoteSharding
-from jaxpp.runtime.site._call import Packed as Packed
-from jaxpp.runtime.site._call import Plain as Plain
+from jaxpp.runtime.site._call import Given as Given
+from jaxpp.runtime.site._carried import Packed as Packed
+from jaxpp.runtime.site._carried import Plain as Plain
 from jaxpp.runtime.site._failure import RESTART as RESTART
 from jaxpp.runtime.site._failure import Death as Death
 from jaxpp.runtime.site._failure import Failed as Failed
@@ -15,17 +16,16 @@ from jaxpp.runtime.site._failure import Failure as Failure
 from jaxpp.runtime.site._failure import Lost as Lost
 from jaxpp.runtime.site._failure import RankError as RankError
 from jaxpp.runtime.site._group import Group as Group
+from jaxpp.runtime.site._interrupts import keep_interrupts as keep_interrupts
 from jaxpp.runtime.site._interrupts import uninterrupted as uninterrupted
 from jaxpp.runtime.site._member import Hello as Hello
 from jaxpp.runtime.site._member import Member as Member
-from jaxpp.runtime.site._member import versions as versions
 from jaxpp.runtime.site._mesh import SiteMesh as SiteMesh
-from jaxpp.runtime.site._pickled import Traced as Traced
 from jaxpp.runtime.site._process import LANES as LANES
 from jaxpp.runtime.site._process import Process as Process
 from jaxpp.runtime.site._process import lane as lane
-from jaxpp.runtime.site._programs import Library as Library
 from jaxpp.runtime.site._watch import BEAT as BEAT
 from jaxpp.runtime.site._watch import POLL as POLL
 from jaxpp.runtime.site._watch import Watch as Watch
 from jaxpp.runtime.site._watch import end_stopped as end_stopped
+from jaxpp.runtime.site._watch import has_ended as has_ended

@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxpp import _compat
 from jaxpp._specs import Spec, partition_spec
-from jaxpp.runtime.arrays import ArrayHandle, HandleSharding
+from jaxpp.runtime.arrays import (
+    ArrayHandle,
+    ArrayType,
+    HandleSharding,
+    default_device,
+    from_host,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +93,6 @@ class RemoteArray(ArrayHandle):
         RemoteArray(int32[3] on rank 0) RemoteSharding(ranks=(0,)) [0 2 4]
     """
 
-    # Made by `Arrays.new_array`.
     def __init__(
         self,
         arrays: Any,
@@ -135,7 +141,11 @@ class RemoteArray(ArrayHandle):
 
     def devices(self) -> set[Any]:
         """The devices of the workers that hold the array, as they are known here."""
-        return self._arrays.devices_of(self.ranks)
+        return {
+            RemoteDevice(rank, hello.platform, hello.device, hello.host)
+            for ranks, hello in self._arrays.group.hellos()
+            for rank in set(ranks).intersection(self.ranks)
+        }
 
     def __format__(self, spec: str) -> str:
         return format(np.asarray(self)[()], spec) if self.ndim == 0 else repr(self)
@@ -160,7 +170,9 @@ class RemoteArray(ArrayHandle):
         return value if dtype is None else value.astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
-        return self._arrays.fetch_jax(self)
+        data, own = self._arrays.fetch(self), ArrayType.of(self)
+        made = from_host(data.reshape(-1).view(np.uint8), own, default_device())
+        return _compat.join_shards(self.aval, made.sharding, [made]) if self.weak_type else made
 
     # ---- its end --------------------------------------------------------------------------------
 

@@ -1,19 +1,15 @@
 """The driver's records of arrays that the ranks hold: ids, releases and fetches."""
 
 import collections
-import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxpp import _compat
-from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, default_device, from_host, host_array, join_shares
-from jaxpp.runtime.site._array import RemoteArray, RemoteDevice
+from jaxpp.runtime.arrays import ArrayType, host_array, join_shares
+from jaxpp.runtime.site._array import RemoteArray
 from jaxpp.runtime.site._interrupts import uninterrupted
 
 
@@ -23,17 +19,6 @@ class _Handle(weakref.ref):
     __slots__ = ("id", "ranks")
     id: int
     ranks: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """A call of a worker that reads arrays; it keeps them, so that the worker does not drop them.
-
-    It has `arrays`, and the `call`, whose results are in the same order.
-    """
-
-    arrays: Sequence[RemoteArray]
-    call: Any
 
 
 class Arrays:
@@ -48,7 +33,7 @@ class Arrays:
         self.mesh = mesh
         #: How often the mesh has been restarted; arrays from before are lost.
         self.incarnation = 0
-        self._group = group
+        self.group = group
         self._processes = mesh.processes_per_rank
         self._next = 1
         #: The handles that are referred to, by id, and those that are not any more. The end of a
@@ -58,18 +43,10 @@ class Arrays:
         self._wanted: dict[int, RemoteArray] = {}
         #: By id where an array that has been asked for arrives: call, worker, place in the answer.
         self._asked: dict[int, list[tuple[Any, int, int]]] = {}
-        #: What workers have been asked for, and may not have given yet.
-        self._requests: list[_Request] = []
+        #: The calls that may not have read their arrays yet; while these are here, none is dropped.
+        self._reading: list[tuple[Any, Sequence[RemoteArray]]] = []
         #: Held while arrays are asked for, or consumed.
         self.lock = threading.RLock()
-
-    def devices_of(self, ranks: Sequence[int]) -> set[RemoteDevice]:
-        """Returns the devices of some ranks."""
-        return {
-            RemoteDevice(rank, own.platform, own.device, own.host)
-            for theirs, own in self._group.hellos()
-            for rank in set(theirs).intersection(ranks)
-        }
 
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` successive ids that have not been used."""
@@ -77,11 +54,6 @@ class Arrays:
             first = self._next
             self._next += count
         return first
-
-    def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
-        """Makes a handle with an id of its own, for an array that ranks are going to hold."""
-        with uninterrupted():
-            return RemoteArray(self, self.new_ids(1), aval, ranks, spec)
 
     # ---- their end ------------------------------------------------------------------------------
 
@@ -102,7 +74,7 @@ class Arrays:
 
     def releases(self) -> list[tuple[int, ...]]:
         """Returns, once only, the ids of arrays that each rank may drop."""
-        self._requests = [r for r in self._requests if not r.call.wait(0)]
+        self._reading = [(call, own) for call, own in self._reading if not call.wait(0)]
         found: list[list[int]] = [[] for _ in range(self.mesh.num_ranks)]
         while self._dead:
             handle = self._dead.popleft()
@@ -116,7 +88,7 @@ class Arrays:
     def restart(self) -> None:
         """Notes that all arrays are lost."""
         self.incarnation += 1
-        for records in (self._live, self._dead, self._wanted, self._asked, self._requests):
+        for records in (self._live, self._dead, self._wanted, self._asked, self._reading):
             records.clear()
 
     # ---- their values ---------------------------------------------------------------------------
@@ -129,7 +101,7 @@ class Arrays:
             RankError: a rank has failed.
         """
         self.check_exists(array)
-        self._group.check()
+        self.group.check()
 
     def check_exists(self, array: RemoteArray) -> None:
         """Raises the `ValueError` of `check`."""
@@ -137,7 +109,7 @@ class Arrays:
             raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
         if lost := self.why_lost(array):
             way_out = "load the last checkpoint"
-            if self._group.stopped:
+            if self.group.stopped:
                 way_out = (
                     "fetch what you keep (jaxpp.gather, float) or save it (jaxpp.save_state) "
                     "before mesh.shutdown(), or the end of `with`"
@@ -148,7 +120,7 @@ class Arrays:
 
     def why_lost(self, array: RemoteArray) -> str:
         """Says why its ranks have lost an array, as the end of a sentence; else empty."""
-        if self._group.stopped:
+        if self.group.stopped:
             return f"lost when its {type(self.mesh).__name__} was shut down"
         restarted = array.incarnation != self.incarnation
         return "lost when the mesh was restarted" if restarted else ""
@@ -164,7 +136,7 @@ class Arrays:
         The caller holds `lock`.
         """
         ids = {array.id for array in arrays}
-        found = [r.call for r in self._requests if ids and any(a.id in ids for a in r.arrays)]
+        found = [call for call, own in self._reading if ids and any(a.id in ids for a in own)]
         return [call for call in found if not call.wait(0)]
 
     def wait_for(self, array: RemoteArray) -> None:
@@ -172,8 +144,8 @@ class Arrays:
         self.check(array)
         with self.lock, uninterrupted():
             self.check_exists(array)
-            call, worker = self._group.wait(array.ranks[0], array.id)
-            self._requests.append(_Request([array], call))
+            call, worker = self.group.wait(array.ranks[0], array.id)
+            self._reading.append((call, [array]))
         call.value(worker)
 
     def fetch(self, array: RemoteArray) -> np.ndarray:
@@ -199,13 +171,7 @@ class Arrays:
             split = self._processes > 1 and any(array.spec)
             wanted[array.ranks[0], split].append(array)
         for (rank, split), own in wanted.items():
-            for call, worker in self._group.fetch(rank, tuple(a.id for a in own), split):
-                self._requests.append(_Request(own, call))
+            for call, worker in self.group.fetch(rank, tuple(a.id for a in own), split):
+                self._reading.append((call, own))
                 for place, array in enumerate(own):
                     self._asked.setdefault(array.id, []).append((call, worker, place))
-
-    def fetch_jax(self, array: RemoteArray) -> jax.Array:
-        """Fetches the value of an array of any dtype to the default device of this process."""
-        data = self.fetch(array)
-        made = from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), default_device())
-        return _compat.join_shards(array.aval, made.sharding, [made]) if array.weak_type else made

@@ -1,6 +1,8 @@
 """Arguments that the ranks load themselves: the driver's side, and a rank's side."""
 
+import collections
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -12,7 +14,7 @@ import jax.tree_util as jtu
 from jaxpp._program import Fed
 from jaxpp._specs import type_of
 from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.site._call import Packed, Plain
+from jaxpp.runtime.site._carried import Carried
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,22 +23,13 @@ class Batch:
 
     Args:
         number: of the batch.
-        load: the number of the function.
-        function: a reference to the `Function`.
+        function: a reference to the function, which is carried.
         value: the value.
     """
 
     number: int
-    load: int
     function: Any
-    value: Packed | Plain
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Function:
-    """A function that loads batches."""
-
-    packed: Packed | Plain
+    value: Carried
 
 
 #: The functions that a mesh keeps; one that is used again later is described again.
@@ -49,30 +42,28 @@ class Feeds:
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
         put: puts a value where all sites find it, once, and returns the reference.
-        pack: makes a value of the user's ready to go to a site.
+        carry: makes a value of the user's ready to go to a site.
     """
 
     def __init__(
         self,
         describe: Callable[[Callable[[Any], Any], Any], Any],
         put: Callable[[Any], Any],
-        pack: Callable[[Any], Any],
+        carry: Callable[[Any], Carried],
     ):
-        self._describe, self._put, self._pack = describe, put, pack
-        #: The functions that are kept, by number, as they are and packed, with their types.
-        self._loads: dict[int, tuple[Callable[[Any], Any], Function, Any]] = {}
-        self._numbers, self._batches = itertools.count(), itertools.count()
+        self._describe, self._put, self._carry = describe, put, carry
+        #: The functions that are kept, as they are and carried, with their types.
+        self._loads: collections.deque[tuple[Any, Carried, Any]] = collections.deque(maxlen=KEPT)
+        self._numbers = itertools.count()
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns placeholders of `load(value)` for the arguments of a call."""
-        number = next((n for n, (own, *_) in self._loads.items() if own == load), None)
-        if number is None:
+        found = next((own for own in self._loads if own[0] == load), None)
+        if found is None:
             types = self._describe(load, value)
-            number = next(self._numbers)
-            self._loads[number] = load, Function(self._pack(load)), types
-            self._loads.pop(number - KEPT, None)
-        _, function, types = self._loads[number]
-        batch = Batch(next(self._batches), number, self._put(function), self._pack(value))
+            self._loads.append(found := (load, self._carry(load), types))
+        _, function, types = found
+        batch = Batch(next(self._numbers), self._put(function), self._carry(value))
         leaves, tree = jtu.tree_flatten(types)
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
@@ -85,8 +76,8 @@ class Loader:
     """
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
-        self._get = get
-        self._loads: dict[int, Callable[[Any], Any]] = {}
+        #: Gives the function of a reference.
+        self._function = functools.lru_cache(KEPT)(lambda reference: get(reference).get())
         #: By number the leaves of a batch, each with its path, or what its load raised.
         self._batches: dict[int, list[tuple[Any, Any]] | BaseException] = {}
         self._there = threading.Condition()
@@ -98,11 +89,9 @@ class Loader:
         found: list[tuple[Any, Any]] | BaseException
         value: Any = "what could not be read"
         try:
-            if batch.load not in self._loads:
-                self._loads[batch.load] = self._get(batch.function).packed.get()
-                self._loads.pop(batch.load - KEPT, None)
+            load = self._function(batch.function)
             value = batch.value.get()
-            found = jtu.tree_leaves_with_path(self._loads[batch.load](value))
+            found = jtu.tree_leaves_with_path(load(value))
         except BaseException as error:  # noqa: B036  also an interrupt is told to the driver
             error.add_note(f"in the function that feeds the step, called with {value!r}")
             found = error

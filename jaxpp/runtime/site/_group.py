@@ -1,6 +1,7 @@
 """The processes of a mesh, as the process of the user's script calls them."""
 
 import collections
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from jaxpp._program import Bundle
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._member import Hello
 from jaxpp.runtime.site._process import Process
+from jaxpp.runtime.site._programs import Library
 
 #: Calls of steps that may be under way before the next one waits for the oldest.
 IN_FLIGHT = 4
@@ -31,6 +33,10 @@ class Group:
         #: Held where calls have to have one order on all processes.
         self.order = threading.RLock()
         self.stopped = False
+        #: The steps that are called there.
+        self.library = Library(self.put, self.carrier.of)
+        #: The numbers of calls of steps.
+        self.calls = itertools.count(1)
         #: The calls of steps that some rank may not have dispatched yet, the oldest first.
         self._flying: collections.deque[Any] = collections.deque()
 
@@ -130,8 +136,13 @@ class Group:
         own = self.by_worker(by_rank).items()
         return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
 
-    def send_steps(self, calls: Mapping[int, Any]) -> None:
-        """Calls a step on all processes, and counts the call as under way."""
+    def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
+        """Calls a step on all processes, and counts the call as under way.
+
+        Args:
+            calls: the `Call` of each process.
+            inputs: the arguments, those that go with the call as `Given`.
+        """
         self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
 
     def wait_for_room(self) -> None:
@@ -142,18 +153,22 @@ class Group:
                 self._flying.popleft().values()
             self.check()
 
-    def install(self, step: int, library: Any) -> None:
+    def settle(self) -> None:
+        """Waits until the callbacks of all calls have been made."""
+        self.send(Process.settle, {member.worker: () for member in self.members}).values()
+
+    def install(self, step: int) -> None:
         """Brings a step to the processes that do not have it, before any begins to run it."""
         with uninterrupted():
-            for number, unused in library.removals().items():
-                self.send_by_rank(Process.unload, unused, number)
+            for number, unused in self.library.removals().items():
+                self.send(Process.unload, {m.worker: (number, unused) for m in self.members})
                 for member in self.members:
                     member.steps.discard(number)
         lack = [member for member in self.members if step not in member.steps]
         if not lack:  # as in every call but the first
             return
         ranks = {rank for member in lack for rank in member.ranks}
-        loadings = {rank: library.loading(step, rank) for rank in ranks}
+        loadings = {rank: self.library.loading(step, rank) for rank in ranks}
         self.send_by_rank(Process.load, loadings).values()
         for member in lack:
             member.steps.add(step)

@@ -2,7 +2,10 @@
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
+import socket
+from typing import Any
 
 from jaxpp._version import __version__
 from jaxpp.runtime.site._failure import RankError
@@ -34,6 +37,19 @@ class Hello:
     device: str
     output: str
     addresses: Addresses
+
+    @staticmethod
+    def of(address: str, node: str, device: Any, addresses: Addresses, output: str = "") -> "Hello":
+        """Describes this process, which computes on a device."""
+        host, pid = socket.gethostname(), os.getpid()
+        kind = device.platform, device.device_kind
+        return Hello(versions(), host, address, pid, node, *kind, output, addresses)
+
+    @property
+    def other_versions(self) -> str:
+        """The versions in which it differs from this process; empty where it does not."""
+        own, theirs = versions(), self.versions
+        return ", ".join(f"{n} {theirs[n]} (here {v})" for n, v in own.items() if theirs[n] != v)
 
 
 def versions() -> dict[str, str]:

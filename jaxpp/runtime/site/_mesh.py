@@ -1,8 +1,13 @@
 """What meshes over several processes have in common: steps, arrays, traces, functions on ranks."""
 
+import atexit
+import contextlib
 import dataclasses
 import os
+import sys
+import traceback
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +17,35 @@ from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import StackedStep
 from jaxpp.runtime.site._array import RemoteArray
 from jaxpp.runtime.site._arrays import Arrays
-from jaxpp.runtime.site._call import Applied
 from jaxpp.runtime.site._feed import Feeds, describe_batch
 from jaxpp.runtime.site._group import Group
-from jaxpp.runtime.site._interrupts import keep_interrupts
-from jaxpp.runtime.site._programs import Library
-from jaxpp.runtime.site._step import Steps
+from jaxpp.runtime.site._interrupts import keep_interrupts, uninterrupted
+from jaxpp.runtime.site._process import Process
+from jaxpp.runtime.site._step import RemoteStep
+
+
+class Applied:
+    """A function that runs on ranks.
+
+    Args:
+        pending: the call of the processes.
+    """
+
+    def __init__(self, pending: Any):
+        self._pending = pending
+
+    def results(self) -> dict[int, list[Any]]:
+        """Waits for all; returns by rank what each of its processes gave.
+
+        Raises:
+            Exception: what the function raised on a rank.
+            RankError: a rank has failed.
+        """
+        found: dict[int, list[Any]] = {}
+        for own in self._pending.values().values():
+            for rank, carried in own.items():
+                found.setdefault(rank, []).append(carried.get())
+        return found
 
 
 class SiteMesh:
@@ -31,29 +59,79 @@ class SiteMesh:
     num_ranks: int
     processes_per_rank: int
     inside: Any
-    #: A rank of each process, by which traces reach it.
-    first_ranks: Any
+    #: The trace that is being recorded, if there is one.
+    tracing: Any = None
     _group: Any
 
-    def _begin(self, group: Group, library: Library) -> None:
+    def _begin(self, group: Group) -> None:
         """Begins to call the processes of a group."""
         keep_interrupts()
-        feeds = Feeds(self._types_of, group.put, group.carrier.of)
+        self._feeds = Feeds(self._types_of, group.put, group.carrier.of)
         self._arrays = Arrays(self, group)
-        self._steps = Steps(self._arrays, group, library, feeds)
+        self._owner = os.getpid()
+        atexit.register(self._at_exit)
 
     def __repr__(self):
         return f"{type(self).__name__}({self.shape}, {self.axis_names})"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any):
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Ends the mesh; may be repeated, and does nothing in a process that is a fork.
+
+        First it waits for the callbacks that are left, if steps have some. Worker processes end,
+        and so does a Ray session that was started for them. A launched process waits for the others
+        to come to their end, too, and leaves them.
+
+        Raises:
+            RankError: another launched process has failed.
+        """
+        if os.getpid() != self._owner or self._group.stopped:
+            return
+        try:
+            if self._group.library.has_effects and self._group.is_well:
+                with contextlib.suppress(RuntimeError):  # a rank fails now
+                    self._group.settle()
+        finally:
+            atexit.unregister(self._at_exit)
+            self._group.stop()
+
+    def _at_exit(self) -> None:
+        """Ends the mesh with the script; where another process has failed, so has this one."""
+        try:
+            self.shutdown()
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(1)  # Python leaves the code as it is after an error at its end
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """A rank of each process, by which traces reach it; of a rank's first process alone."""
+        return list(dict.fromkeys(ranks[0] for ranks, _ in self._group.hellos()))
 
     # ---- steps ----------------------------------------------------------------------------------
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step where it runs; returns the function that calls the step."""
-        return StackedStep(self._steps.load(bundle), bundle)
+        group, library = self._group, self._group.library
+        with group.order:
+            group.check()
+            number = library.add(bundle)
+            step = RemoteStep(bundle, number, self._arrays, group)
+            weakref.finalize(step, library.remove, number)
+            group.agree(number, bundle)
+            group.install(number)
+        return StackedStep(step, bundle)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns placeholders of `load(value)` for the arguments of a call; the ranks load it."""
-        return self._steps.feeds(load, value)
+        return self._feeds(load, value)
 
     # ---- traces ---------------------------------------------------------------------------------
 
@@ -65,12 +143,11 @@ class SiteMesh:
         The files are written on this host; JAX's profile of each process, into
         `<directory>/profile-<rank>` on the host of the process, by its first rank.
         """
-        steps = self._steps
 
         def start() -> Any:
-            return trace.start_trace(self, directory, times, steps.tracing)
+            return trace.start_trace(self, directory, times, self.tracing)
 
-        steps.tracing = self.lead("starts a trace", start)
+        self.tracing = self.lead("starts a trace", start)
 
     def stop_trace(self) -> trace.Trace:
         """Ends the trace, and writes its files, as `MpmdMesh.stop_trace`; all is on one clock.
@@ -79,7 +156,7 @@ class SiteMesh:
             RuntimeError: the mesh is not traced.
             RankError: a rank has failed; its part of the trace is lost.
         """
-        session, self._steps.tracing = self._steps.tracing, None
+        session, self.tracing = self.tracing, None
 
         def stop() -> trace.Trace:
             found = trace.stop_trace(self, session, range(self.num_ranks))
@@ -95,7 +172,8 @@ class SiteMesh:
 
     def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
         """Makes a handle with an id of its own, for an array that ranks are going to hold."""
-        return self._arrays.new_array(aval, ranks, spec)
+        with uninterrupted():
+            return RemoteArray(self._arrays, self._arrays.new_ids(1), aval, ranks, spec)
 
     def check_array(self, array: RemoteArray) -> None:
         """Checks that an array exists, and that no rank has failed; see `Arrays.check`."""
@@ -104,7 +182,9 @@ class SiteMesh:
     def flush(self) -> None:
         """Tells the ranks at once which arrays they may drop; else the next call tells them."""
         self._group.check_open()
-        self._steps.flush()
+        with self._group.order, uninterrupted():
+            released = {r: own for r, own in enumerate(self._arrays.releases()) if own}
+            self._group.send_by_rank(Process.drop, released)
 
     # ---- what one process does for all ----------------------------------------------------------
 
@@ -164,7 +244,3 @@ class SiteMesh:
     def _types_of(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns the types of the arrays that a function loads, in a rank."""
         return self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
-
-    def _describe(self, call: int, task: str) -> str:
-        """Gives the stage and source line of a task, from its call's number and its label."""
-        return self._steps.library.describe(call, task)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,11 +18,13 @@ from jaxpp import _compat
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
 from jaxpp.runtime.executor import Dispatcher
-from jaxpp.runtime.site._call import Call, Packed, Plain
+from jaxpp.runtime.site._call import Call
+from jaxpp.runtime.site._carried import Carried
 from jaxpp.runtime.site._failure import Failed, Failure, Lost
 from jaxpp.runtime.site._feed import Batch
 from jaxpp.runtime.site._programs import Loading
 from jaxpp.runtime.site._rank import Rank
+from jaxpp.runtime.site._traced import Traced
 from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
     Aborted,
@@ -58,7 +60,13 @@ def in_order(method: Method) -> Method:
     """
 
     def checked(self: "Process", turn: int, *args: Any) -> Any:
-        self.take_turn(turn, method.__name__)
+        if turn != self.turn:
+            error = RuntimeError(
+                f"call {turn} of the driver, of {method.__name__}, came when call {self.turn} was "
+                f"due: one was lost, or the order of two was changed"
+            )
+            self.fail(error)
+        self.turn = turn + 1
         return method(self, *args)
 
     functools.update_wrapper(checked, method)
@@ -77,15 +85,22 @@ class Process:
 
     def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
         self.ranks: dict[int, Rank] = {}
+        #: The numbers of its ranks, and its own among the processes of its rank.
+        self.numbers, self.process = tuple(ranks), process
+        #: The way of the ranks to others, and what gives the value of a reference.
         self.transport: Any = None
+        self.get: Callable[[Any], Any]
+        #: What the ranks run, by number.
+        self.computations: dict[int, Traced] = {}
         self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))
         if processes > 1:
             self._name += f", process {process}"
         #: Held where arrays come, or a rank fails.
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         #: The failure, once there is one.
-        self._end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
-        self._turn = 0
+        self.end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
+        #: The turn of the next call in order.
+        self.turn = 0
         #: The steps by number; the step and the number of the last call.
         self._steps: dict[int, Dispatcher] = {}
         self._running: Dispatcher | None = None
@@ -97,25 +112,15 @@ class Process:
     @property
     def failure(self) -> Failure | None:
         """Why the process does no more work; None while it is well."""
-        return self._end.result() if self._end.done() else None
-
-    def when_failed(self, tell: Callable[[Failure], None]) -> None:
-        """Calls a function with the failure, once there is one."""
-        self._end.add_done_callback(lambda end: tell(end.result()))
-
-    def wait_for_failure(self) -> NoReturn:
-        """Raises the failure, once there is one."""
-        raise Failed(self._end.result(), ends=True) from None
+        return self.end.result() if self.end.done() else None
 
     # ---- its start ------------------------------------------------------------------------------
 
-    def have(self, transport: Any, process: int, get: Callable[[Any], Any]) -> None:
-        """Makes the ranks that have a way to others."""
+    def have(self, transport: Any, get: Callable[[Any], Any]) -> None:
+        """Makes the ranks that have a way to others; `get` gives the value of a reference."""
         self.transport, transport.on_failure = transport, self._transport_failed
-        compiled: dict[int, Any] = {}
-        for rank, home in transport.homes.items():
-            own = (rank, process, home, transport, self._changed, self.fail, get, compiled)
-            self.ranks[rank] = Rank(*own)
+        self.get = get
+        self.ranks = {rank: Rank(self, rank, home) for rank, home in transport.homes.items()}
 
     @lane("control")
     def connect(self, peers: Mapping[int, Any]) -> None:
@@ -123,16 +128,6 @@ class Process:
         self.transport.connect(peers)
 
     # ---- in one order ---------------------------------------------------------------------------
-
-    def take_turn(self, turn: int, method: str) -> None:
-        """Checks that a call comes in its turn; else the process fails."""
-        if turn != self._turn:
-            error = RuntimeError(
-                f"call {turn} of the driver, of {method}, came when call {self._turn} was due: one "
-                f"was lost, or the order of two was changed"
-            )
-            self.fail(error)
-        self._turn = turn + 1
 
     @in_order
     def run(self, call: Call) -> None:
@@ -172,20 +167,21 @@ class Process:
     def load(self, loadings: Mapping[int, Loading]) -> None:
         """Registers a step for all ranks."""
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
-        for first in list(loadings.values())[:1]:
-            dispatcher = Dispatcher(found, first.turns, self.transport)
-            self._steps[first.step] = dispatcher
-            self.transport.expect(dispatcher.messages, first.step, dispatcher.late)
+        first = next(iter(loadings.values()))
+        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns, self.transport)
+        self.transport.expect(dispatcher.messages, first.step, dispatcher.late)
         for rank, own in loadings.items():
-            self.ranks[rank].keep(own, self._steps[own.step].executors[rank])
+            self.ranks[rank].keep(own, dispatcher.executors[rank])
 
     @in_order
-    def unload(self, step: int, computations: Mapping[int, Sequence[int]]) -> None:
-        """Forgets a step, and for each rank the computations that no other step has."""
+    def unload(self, step: int, computations: Iterable[int]) -> None:
+        """Forgets a step, and computations that no other step has."""
         self._steps.pop(step, None)
         self.transport.forget(step)
-        for rank, own in computations.items():
-            self.ranks[rank].unload(step, own)
+        for rank in self.ranks.values():
+            rank.unload(step)
+        for number in computations:
+            self.computations.pop(number, None)
 
     @in_order
     def drop(self, numbers: Mapping[int, Sequence[int]]) -> None:
@@ -194,7 +190,7 @@ class Process:
             self.ranks[rank].drop(own)
 
     @in_order
-    def apply_in_order(self, functions: Mapping[int, Packed | Plain]) -> dict[int, Packed | Plain]:
+    def apply_in_order(self, functions: Mapping[int, Carried]) -> dict[int, Carried]:
         """Runs a function for each rank, as `apply` does."""
         return self.apply(functions)
 
@@ -223,7 +219,7 @@ class Process:
         self._running, self._call = None, -1
         stop_recording(self)
         self.transport.reset(epoch)
-        self._end = concurrent.futures.Future()
+        self.end = concurrent.futures.Future()
         return self.transport.addresses
 
     # ---- at any time ----------------------------------------------------------------------------
@@ -252,10 +248,10 @@ class Process:
         return None if found is None else True
 
     @lane("aside")
-    def apply(self, functions: Mapping[int, Packed | Plain]) -> dict[int, Packed | Plain]:
+    def apply(self, functions: Mapping[int, Carried]) -> dict[int, Carried]:
         """Runs `function(rank, *args)` for each rank, of what is packed; returns the results."""
 
-        def run(own: Rank, packed: Packed | Plain) -> Packed | Plain:
+        def run(own: Rank, packed: Carried) -> Carried:
             function, *args = packed.get()
             return packed.of(function(own, *args))
 
@@ -286,8 +282,8 @@ class Process:
             return None
         except Exception as error:
             # The rank meets the same error where it dispatches or sends, and knows the task there.
-            with self._changed:
-                self._changed.wait_for(lambda: self.failure is not None, GRACE)
+            with self.changed:
+                self.changed.wait_for(lambda: self.failure is not None, GRACE)
             self.fail(error, rank)
             return None
 
@@ -308,12 +304,13 @@ class Process:
             rank: whose error it is; by default that of the rank that is dispatched.
             task: the task whose error it is, where that is another than the rank is at.
         """
-        with self._changed:
-            if not self._end.done():
-                self._end.set_result(self._describe(error, rank, task))
-        failure = self._end.result()
+        with self.changed:
+            if not self.end.done():
+                self.end.set_result(self._describe(error, rank, task))
+            self.changed.notify_all()
+        failure = self.end.result()
         for own in self.ranks.values():
-            own.end(failure)
+            own.loader.stop(Lost("The rank has ended the step."))
         self.transport.abort(error)
         return failure
 

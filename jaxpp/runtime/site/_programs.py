@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpp import _compat, jaxprs
-from jaxpp._program import Bundle, Computation, Program, Run
+from jaxpp._program import Bundle, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of, turns_of
-from jaxpp.runtime.site._pickled import Pickled, Traced
+from jaxpp.runtime.site._carried import Carried
+from jaxpp.runtime.site._traced import carry
 
 #: The number of calls whose steps are remembered: of more than a worker may have under way.
 REMEMBERED = 1000
@@ -26,7 +27,7 @@ class Loading:
         inputs: for each of the program's inputs its type, and how it is split.
         computations: for each computation of the step the number by which the mesh knows it; None
             for one that this rank does not run.
-        pickled: references to these computations, by those numbers.
+        references: by those numbers, to the computations, each a carried `Traced`.
         constants: slots, types and bytes of the program's constants.
         turns: the ranks in the order in which pieces of their programs are dispatched.
     """
@@ -35,23 +36,30 @@ class Loading:
     program: Program
     inputs: tuple[tuple[ArrayType, Spec], ...]
     computations: tuple[int | None, ...]
-    pickled: Mapping[int, Any]
+    references: Mapping[int, Any]
     constants: tuple[tuple[int, ArrayType, Any], ...]
     turns: tuple[int, ...]
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the computations that the rank runs."""
+        return {n for n in self.computations if n is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step: its programs, the computations that each of them runs, its arguments.
+    """A step: its loading for each rank, without the references to computations.
 
     `lines` has by the label of a run its stage, and the user's line that it begins with.
     """
 
-    programs: tuple[Program, ...]
-    computations: tuple[tuple[int | None, ...], ...]
-    inputs: tuple[tuple[ArrayType, Spec], ...]
-    turns: tuple[int, ...]
+    loadings: tuple[Loading, ...]
     lines: Mapping[str, str]
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the step's computations."""
+        return set().union(*(own.numbers for own in self.loadings))
 
 
 class Library:
@@ -59,18 +67,14 @@ class Library:
 
     Args:
         put: puts a value where all sites find it, once, and returns the reference.
-        make: makes of a computation what goes to a site.
+        of: makes a carried value of a value: `Packed.of` or `Plain.of`.
     """
 
-    def __init__(
-        self,
-        put: Callable[[Any], Any],
-        make: Callable[[Computation], Pickled | Traced] = Pickled.of,
-    ):
-        self._put, self._make = put, make
+    def __init__(self, put: Callable[[Any], Any], of: Callable[[Any], Carried]):
+        self._put, self._of = put, of
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
-        self._pickled: dict[int, Pickled | Traced] = {}
+        self._carried: dict[int, Carried] = {}
         #: Whether a computation has had effects, such as a print.
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
@@ -80,17 +84,28 @@ class Library:
         self._removed: list[int] = []
 
     def add(self, bundle: Bundle) -> int:
-        """Adds a step, and pickles its computations that no other has; returns its number."""
-        computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
-        number = next(self._numbers)
-        inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
+        """Adds a step, and carries its computations that no other has; returns its number."""
         turns = tuple(turns_of(bundle.programs))
-        lines = _lines_of(bundle)
-        self._steps[number] = _Step(bundle.programs, computations, inputs, turns, lines)
-        return number
+        computations = [self._numbers_of(program, bundle) for program in bundle.programs]
+        step = next(self._numbers)
+        inputs = [(ArrayType.of(a.aval), a.spec) for a in bundle.arguments]
+        loadings = tuple(
+            Loading(
+                step,
+                dataclasses.replace(own, constants=tuple((s, None) for s, _ in own.constants)),
+                tuple(inputs[n] for n, _ in own.inputs),
+                numbers,
+                {},
+                tuple((s, ArrayType.of(x), to_host(x)) for s, x in own.constants),
+                turns,
+            )
+            for own, numbers in zip(bundle.programs, computations, strict=True)
+        )
+        self._steps[step] = _Step(loadings, _lines_of(bundle))
+        return step
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
-        """Finds the number of each computation that a rank runs; pickles those that no rank had."""
+        """Finds the number of each computation that a rank runs; carries those that no rank had."""
         settings = current_settings(), bundle.inside
         numbers: list[int | None] = [None] * len(bundle.computations)
         for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
@@ -98,7 +113,7 @@ class Library:
             key = key_of(computation, settings)
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
-                self._pickled[number] = self._make(computation)
+                self._carried[number] = carry(computation, self._of)
                 self.has_effects |= bool(computation.jaxpr.effects)
             numbers[n] = self._known[key][0]
         return tuple(numbers)
@@ -106,37 +121,26 @@ class Library:
     # ---- to the workers -------------------------------------------------------------------------
 
     def loading(self, step: int, rank: int) -> Loading:
-        """Makes the loading of a step for a rank."""
-        found = self._steps[step]
-        program = found.programs[rank]
-        return Loading(
-            step,
-            dataclasses.replace(program, constants=tuple((s, None) for s, _ in program.constants)),
-            tuple(found.inputs[n] for n, _ in program.inputs),
-            found.computations[rank],
-            {n: self._put(self._pickled[n]) for n in _numbers(found, rank)},
-            tuple((s, ArrayType.of(x), to_host(x)) for s, x in program.constants),
-            found.turns,
-        )
+        """Returns the loading of a step for a rank."""
+        found = self._steps[step].loadings[rank]
+        references = {n: self._put(self._carried[n]) for n in found.numbers}
+        return dataclasses.replace(found, references=references)
 
     def remove(self, step: int) -> None:
         """Notes that a step is not called any more; `removals` tells the ranks."""
         self._removed.append(step)
 
-    def removals(self) -> dict[int, dict[int, list[int]]]:
+    def removals(self) -> dict[int, set[int]]:
         """Returns, once only, steps to forget, each with the computations that no other has."""
         gone = {}
         while self._removed:
             number = self._removed.pop()
             step = self._steps.pop(number)
-            used = {n for other in self._steps.values() for own in other.computations for n in own}
-            gone[number] = {
-                p.rank: [n for n in _numbers(step, p.rank) if n not in used] for p in step.programs
-            }
-            unused = {n for own in gone[number].values() for n in own}
+            used = {n for other in self._steps.values() for n in other.numbers}
+            gone[number] = unused = step.numbers - used
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
             for n in unused:
-                del self._pickled[n]
+                del self._carried[n]
         return gone
 
     # ---- names in the user's words --------------------------------------------------------------
@@ -150,11 +154,6 @@ class Library:
         """Finds the stage of a task, and the user's line that the task begins with, in brackets."""
         known = self._lines.get(call, {}).get(label, "")
         return f" ({known})" if known else ""
-
-
-def _numbers(step: _Step, rank: int) -> set[int]:
-    """Returns the computations that a rank runs in a step."""
-    return {n for n in step.computations[rank] if n is not None}
 
 
 def _lines_of(bundle: Bundle) -> dict[str, str]:

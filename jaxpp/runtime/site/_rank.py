@@ -1,20 +1,18 @@
 """A rank in its process: its arrays, its inputs, and what it has compiled."""
 
-import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jaxpp import _compat
-from jaxpp.runtime.arrays import Home, devices_of, own_share, spans, to_host
+from jaxpp.runtime.arrays import Home, own_share, resplit, spans, to_host
 from jaxpp.runtime.executor import Executor, RankStep, find_invalid
 from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, Part, Source
 from jaxpp.runtime.site._failure import Failure, Lost
 from jaxpp.runtime.site._feed import Loader
-from jaxpp.runtime.site._pickled import Pickled, Traced
 from jaxpp.runtime.site._programs import Loading
+from jaxpp.runtime.site._traced import Traced
 
 
 class RankArrays(dict[int, Any]):
@@ -35,85 +33,57 @@ class RankArrays(dict[int, Any]):
             self._changed.notify_all()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Executable:
-    """A compiled computation, and what it was compiled from."""
-
-    call: Callable[..., Any]
-    pickled: Pickled | Traced
-
-
 class Rank:
     """A rank of a site. Functions that `mesh.apply` runs get it as their first argument.
 
     Where a rank has several processes, each has a `Rank`, and all run the same program.
 
     Args:
+        site: its `Process`.
         rank: its number.
-        process: the number of this process among those of the rank.
         home: where its arrays are.
-        transport: the way of the process's ranks to others.
-        changed: notified when arrays come or the process fails.
-        fail: called with the rank and an error when the process is to fail.
-        get: gives the value of a reference.
-        compiled: what the ranks of the process have compiled, each once, by number.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        process: int,
-        home: Home,
-        transport: Any,
-        changed: threading.Condition,
-        fail: Callable[[BaseException, int], Failure],
-        get: Callable[[Any], Any],
-        compiled: dict[int, Any],
-    ):
-        self.rank, self.process, self.home, self.transport = rank, process, home, transport
-        self.arrays = RankArrays(changed)
-        self.loader = Loader(get)
-        #: Why the process does no more work; None while it is well.
-        self.failure: Failure | None = None
+    def __init__(self, site: Any, rank: int, home: Home):
+        self.rank, self.home = rank, home
+        self.process, self.transport = site.process, site.transport
+        self.arrays = RankArrays(site.changed)
+        self.loader = Loader(site.get)
         #: Tells whether the step waits for a batch that this rank loads itself.
         self.feeds = False
-        self._changed, self._fail, self._get = changed, fail, get
-        self._compiled = compiled
-        self._executables: dict[int, _Executable] = {}
+        #: What the ranks of the process run, by number.
+        self.computations: dict[int, Traced] = site.computations
+        self._site = site
         #: For each step its executor, and for each input of the program what makes it.
         self._steps: dict[int, tuple[Executor, tuple[Input, ...]]] = {}
-        self._resets = 0
 
     # ---- steps ----------------------------------------------------------------------------------
 
     def load(self, loading: Loading) -> RankStep:
         """Makes what the rank has of a step."""
-        for number, reference in loading.pickled.items():
-            if number not in self._executables:
-                self._executables[number] = self._compile(number, self._get(reference))
-        known = [n if n is None else self._executables[n] for n in loading.computations]
+        for number, reference in loading.references.items():
+            if number not in self.computations:
+                self.computations[number] = self._site.get(reference).get()
+        known = {
+            n: self.computations[number]
+            for n, number in enumerate(loading.computations)
+            if number is not None
+        }
 
         def find(computation: int, args: Sequence[Any]) -> str | None:
-            own = known[computation]
-            assert own is not None
-            return find_invalid(own.pickled.computation(), self.home, args)
+            return find_invalid(known[computation].computation, self.home, args)
 
         return RankStep(
             loading.program,
             self.home,
-            [own and own.call for own in known],
+            [
+                known[n].executables.on(self.home) if n in known else None
+                for n in range(len(loading.computations))
+            ],
             [(slot, type_, value.copy()) for slot, type_, value in loading.constants],
-            {n: own.pickled.donated for n, own in enumerate(known) if own is not None},
+            {n: own.computation.donated for n, own in known.items()},
             find,
         )
-
-    def _compile(self, number: int, pickled: Pickled | Traced) -> _Executable:
-        """Compiles a computation, or loads what another rank of the process has compiled."""
-        first = self._compiled.get(number)
-        call = first and _compat.load_on_devices(first, devices_of(self.home))
-        call = call or pickled.compile(self.home)
-        self._compiled.setdefault(number, call)
-        return _Executable(call, pickled)
 
     def keep(self, loading: Loading, executor: Executor) -> None:
         """Keeps the executor of a step that has been loaded."""
@@ -124,12 +94,9 @@ class Rank:
         """Returns the executables of a step's computations; None for one that is not run here."""
         return self._steps[step][0].executables
 
-    def unload(self, step: int, computations: Sequence[int]) -> None:
-        """Forgets a step, and computations that no other step has."""
+    def unload(self, step: int) -> None:
+        """Forgets a step."""
         self._steps.pop(step, None)
-        for number in computations:
-            self._executables.pop(number, None)
-            self._compiled.pop(number, None)
 
     def send(self, part: Part) -> None:
         """Sends what other ranks read before a step."""
@@ -150,7 +117,7 @@ class Rank:
     def _input(self, source: Source, make: Input) -> Any:
         match source:
             case Kept(array):
-                return make.resplit(self.arrays[array])
+                return resplit(self.arrays[array], self.home, make.spec)
             case Given(data):
                 return make(data)
             case Moved(message=message):
@@ -175,16 +142,11 @@ class Rank:
         """Waits until the calls that make some arrays have been dispatched; returns the arrays.
 
         Raises:
-            Lost: the process has failed, or has been reset, before they were made.
+            Lost: the process has failed before they were made.
         """
-        resets = self._resets
-
-        def known() -> bool:
-            over = self.failure is not None or self._resets != resets
-            return over or all(n in self.arrays for n in numbers)
-
-        with self._changed:
-            self._changed.wait_for(known)
+        end, changed = self._site.end, self._site.changed
+        with changed:
+            changed.wait_for(lambda: end.done() or all(n in self.arrays for n in numbers))
             if any(n not in self.arrays for n in numbers):
                 raise Lost("The step that was to make it has failed.")
             return [self.arrays[n] for n in numbers]
@@ -206,20 +168,10 @@ class Rank:
 
     def fail(self, error: BaseException) -> Failure:
         """Fails the process with an error of this rank; its first error counts, and is returned."""
-        return self._fail(error, self.rank)
-
-    def end(self, failure: Failure) -> None:
-        """Wakes all threads that wait here."""
-        with self._changed:
-            self.failure = failure
-            self._changed.notify_all()
-        self.loader.stop(Lost("The rank has ended the step."))
+        return self._site.fail(error, self.rank)
 
     def reset(self) -> None:
         """Drops the arrays of the rank, which must be idle, and makes it fit for work again."""
-        with self._changed:
-            self.arrays.clear()
-            self.failure, self.feeds = None, False
-            self._resets += 1
-            self._changed.notify_all()
+        self.arrays.clear()
+        self.feeds = False
         self.loader.reset()

@@ -1,16 +1,14 @@
-"""The steps of a mesh over several processes: loads them there, and calls them."""
+"""A step of a mesh over several processes, and its calls."""
 
 import itertools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
-from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, to_host
+from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of
 from jaxpp.runtime.executor import Description, Inspected, describe
 from jaxpp.runtime.site._array import RemoteArray, RemoteSharding
 from jaxpp.runtime.site._arrays import Arrays
@@ -24,64 +22,24 @@ from jaxpp.runtime.site._call import (
     Part,
     Source,
 )
-from jaxpp.runtime.site._feed import Feeds
+from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._process import Process
-from jaxpp.runtime.site._programs import Library
-
-
-class Steps:
-    """The steps of a mesh, in one order for all ranks.
-
-    Args:
-        arrays: the records of the mesh's arrays.
-        group: the workers.
-        library: the program cache.
-        feeds: the functions that feed steps.
-    """
-
-    def __init__(self, arrays: Arrays, group: Any, library: Library, feeds: Feeds):
-        self.arrays, self.group, self.library, self.feeds = arrays, group, library, feeds
-        self.mesh = arrays.mesh
-        self.calls = itertools.count(1)
-        #: The trace that is being recorded, if there is one.
-        self.tracing: Any = None
-
-    def load(self, bundle: Bundle) -> "RemoteStep":
-        """Compiles a step on the workers."""
-        with self.group.order:
-            self.group.check()
-            number = self.library.add(bundle)
-            step = RemoteStep(self, bundle, number)
-            weakref.finalize(step, self.library.remove, number)
-            self.group.agree(number, bundle)
-            self.group.install(number, self.library)
-        return step
-
-    def settle(self) -> None:
-        """Waits until the callbacks of all calls have been made."""
-        every = {member.worker: () for member in self.group.members}
-        self.group.send(Process.settle, every).values()
-
-    def flush(self) -> None:
-        """Tells the ranks at once which arrays they may drop; else the next call tells them."""
-        with self.group.order, uninterrupted():
-            released = {r: own for r, own in enumerate(self.arrays.releases()) if own}
-            self.group.send_by_rank(Process.drop, released)
-
-    def restart(self) -> None:
-        """Notes that all arrays and the trace are lost."""
-        self.arrays.restart()
-        self.tracing = None
 
 
 class RemoteStep:
-    """A step's programs, loaded on the workers of a mesh; called with its flat arguments."""
+    """A step's programs, loaded on the workers of a mesh; called with its flat arguments.
 
-    def __init__(self, steps: Steps, bundle: Bundle, number: int):
-        self.bundle = bundle
-        self.number = number
-        self._steps, self._mesh = steps, steps.mesh
+    Args:
+        bundle: what it runs.
+        number: the number by which the workers know it.
+        arrays: the records of the mesh's arrays.
+        group: the workers.
+    """
+
+    def __init__(self, bundle: Bundle, number: int, arrays: Arrays, group: Group):
+        self.bundle, self.number = bundle, number
+        self._arrays, self._group, self._mesh = arrays, group, arrays.mesh
         self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.arguments))
         self._types = [ArrayType.of(a.aval) for a in bundle.arguments]
         held = _ranks_of([p.outputs for p in bundle.programs], len(bundle.results))
@@ -113,24 +71,24 @@ class RemoteStep:
         check_arguments(self.bundle, args)
         # These may have to be computed first.
         values = {
-            n: Given.of(_bytes_of(arg, self._types[n]))
+            n: Given.of(arg, self._types[n])
             for n, arg in enumerate(args)
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
-        steps, group = self._steps, self._steps.group
+        group, arrays = self._group, self._arrays
         donated = [args[n] for n in self.bundle.donated if isinstance(args[n], RemoteArray)]
         with group.order:
             self._check(args)
-            group.install(self.number, steps.library)
+            group.install(self.number)
             while True:
                 group.wait_for_room()
-                with steps.arrays.lock, uninterrupted():
-                    if not (readers := steps.arrays.readers(donated)):
-                        return self._call(next(steps.calls), args, values)
+                with arrays.lock, uninterrupted():
+                    if not (readers := arrays.readers(donated)):
+                        return self._call(next(group.calls), args, values)
                 readers[0].wait()
 
     def _check(self, args: Sequence[Any]) -> None:
-        self._steps.group.check()
+        self._group.check()
         for arg in args:
             if isinstance(arg, RemoteArray):
                 if arg.mesh is not self._mesh:
@@ -138,32 +96,23 @@ class RemoteStep:
                         f"{arg!r} is on another mesh than the step; fetch it with jax.device_get "
                         f"first."
                     )
-                self._steps.arrays.check_exists(arg)
+                self._arrays.check_exists(arg)
 
     def _call(self, number: int, args: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         """Calls the step on all workers, and takes note of it, without a wait."""
-        steps, bundle, group = self._steps, self.bundle, self._steps.group
-        moves, dropped = self._plan(args)
-        released = steps.arrays.releases()
-        results = steps.arrays.new_ids(len(self._held))
+        bundle, arrays = self.bundle, self._arrays
+        parts = self._parts(args, values)
+        results = arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
-        parts = {
-            program.rank: Part(
-                tuple(_source(n, args[n], program.rank, values, moves) for n, _ in program.inputs),
-                tuple(m for m in moves.values() if m.message.source == program.rank),
-                (*released[program.rank], *dropped[program.rank]),
-            )
-            for program in bundle.programs
-        }
         calls = {
             worker: Call(number, self.number, results, checks, own)
-            for worker, own in group.by_worker(parts).items()
+            for worker, own in self._group.by_worker(parts).items()
         }
-        steps.library.called(number, self.number)
+        self._group.library.called(number, self.number)
         self._load_batches(args)
-        group.send_steps(calls)
-        if steps.tracing is not None:
-            steps.tracing.steps[self.number] = bundle
+        self._group.send_steps(calls, [values.get(n, arg) for n, arg in enumerate(args)])
+        if (tracing := self._mesh.tracing) is not None:
+            tracing.steps[self.number] = bundle
         for n in bundle.donated:
             arg = args[n]
             if isinstance(arg, RemoteArray):
@@ -171,42 +120,55 @@ class RemoteStep:
             elif isinstance(arg, jax.Array):
                 arg.delete()
         held = enumerate(self._held, results)
-        return [RemoteArray(steps.arrays, id_, *own) for id_, own in held]
+        return [RemoteArray(arrays, id_, *own) for id_, own in held]
 
     def _load_batches(self, args: Sequence[Any]) -> None:
         """Lets the ranks load the batches that this call reads."""
-        group, readers = self._steps.group, {}
+        readers: dict[int, tuple[Any, set[int]]] = {}
         for arg, ranks in zip(args, self._readers, strict=True):
             if isinstance(arg, Fed):
                 readers.setdefault(arg.batch.number, (arg.batch, set()))[1].update(ranks)
         for batch, ranks in readers.values():
-            group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
+            self._group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
 
-    def _plan(
-        self, args: Sequence[Any]
-    ) -> tuple[dict[tuple[int, int], Moved], dict[int, list[int]]]:
-        """Finds what ranks send before the step, and the donated arrays that each rank drops.
+    def _parts(self, args: Sequence[Any], values: Mapping[int, Any]) -> dict[int, Part]:
+        """Says where each rank finds its inputs, what it sends before the step, and what it drops.
 
-        What is sent is by the argument, and the rank that reads it.
+        Args:
+            args: the arguments.
+            values: those that go with the call, by their numbers.
         """
-        moves: dict[tuple[int, int], Moved] = {}
-        dropped: dict[int, list[int]] = {p.rank: [] for p in self.bundle.programs}
+        inputs: dict[tuple[int, int], Source] = {}
+        sends: dict[int, list[Moved]] = {p.rank: [] for p in self.bundle.programs}
+        dropped = list(map(list, self._arrays.releases()))
         tags = itertools.count(-1, -1)
         for n, (own, arg) in enumerate(zip(self.bundle.arguments, args, strict=True)):
-            if not isinstance(arg, RemoteArray):
-                continue
             for rank in self._readers[n]:
-                if rank not in arg.ranks:
+                if isinstance(arg, Fed):
+                    inputs[n, rank] = Loaded(arg.batch.number, arg.index)
+                elif not isinstance(arg, RemoteArray):
+                    inputs[n, rank] = values[n]
+                elif rank in arg.ranks:
+                    inputs[n, rank] = Kept(arg.id)
+                else:
                     names, source = (f"args{own.name}",), arg.ranks[0]
                     specs = (own.spec,) if self.bundle.inside else ()
                     message = Message(
                         next(tags), source, rank, names, ("argument",), (own.aval,), specs
                     )
-                    moves[n, rank] = Moved(arg.id, message)
-            if own.donated:
+                    inputs[n, rank] = moved = Moved(arg.id, message)
+                    sends[source].append(moved)
+            if own.donated and isinstance(arg, RemoteArray):
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
-        return moves, dropped
+        return {
+            p.rank: Part(
+                tuple(inputs[n, p.rank] for n, _ in p.inputs),
+                tuple(sends[p.rank]),
+                tuple(dropped[p.rank]),
+            )
+            for p in self.bundle.programs
+        }
 
 
 def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
@@ -218,22 +180,6 @@ def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
         axes: the axes inside the rank, and their sizes.
     """
     return Inspected.of(devices_of(process.home), axes, process.executables(step))
-
-
-def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:
-    # NumPy's 64-bit types become JAX's 32-bit ones, as in any call of JAX.
-    return to_host(arg if isinstance(arg, jax.Array) else np.asarray(arg, type_.host_dtype))
-
-
-def _source(
-    n: int, arg: Any, rank: int, values: Mapping[int, Any], moves: Mapping[tuple[int, int], Moved]
-) -> Source:
-    """Says where a rank finds the n-th argument of a call."""
-    if isinstance(arg, Fed):
-        return Loaded(arg.batch.number, arg.index)
-    if not isinstance(arg, RemoteArray):
-        return values[n]
-    return Kept(arg.id) if rank in arg.ranks else moves[n, rank]
 
 
 def _ranks_of(pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[tuple[int, ...]]:

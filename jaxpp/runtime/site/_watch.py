@@ -173,15 +173,23 @@ class Watch:
         self._settled = True
 
 
-def end_stopped(pid: int) -> bool:
-    """Kills a process of this host if it has been stopped; tells whether it was."""
+def has_ended(pid: int) -> bool:
+    """Tells whether a process of this host has ended, if none has taken note of it, too."""
+    return _state_of(pid) in ("", "Z", "X")
+
+
+def _state_of(pid: int) -> str:
+    """Returns the letter of a process's state, as `ps` shows it; empty where there is none."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
-        state = stat.read_text().rpartition(")")[2].strip()[:1] if stat.exists() else ""
-    else:
-        told = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-        state = told.stdout.strip()[:1]
-    stopped = state in ("T", "t")  # by a signal, or by a debugger
+        return stat.read_text().rpartition(")")[2].strip()[:1] if stat.exists() else ""
+    told = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return told.stdout.strip()[:1]
+
+
+def end_stopped(pid: int) -> bool:
+    """Kills a process of this host if it has been stopped; tells whether it was."""
+    stopped = _state_of(pid) in ("T", "t")  # by a signal, or by a debugger
     if stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # nothing else reaches it

@@ -172,20 +172,19 @@ def pair_state(
     only if it is donated, since a scalar loss looks like a scalar argument.
     """
     inside = jaxpr.jaxpr
-    numbered = jaxprs.number_leaves(tuple(args), (v.aval for v in inside.invars))
+    taken_apart = jaxprs.Tree.of(tuple(args), (v.aval for v in inside.invars))
     arguments = {
         n: tree
-        for n, tree in enumerate(numbered)
-        if jaxprs.leaf_numbers(tree) and (n in donate_argnums or not isinstance(tree, jaxprs.Leaf))
+        for n, tree in enumerate(taken_apart.children)
+        if tree.numbers and (n in donate_argnums or not tree.is_array)
     }
-    result = traced.rebuild(jaxprs.leaves_of(v.aval for v in inside.outvars))
+    leaves = traced.output_leaves(jaxprs.leaves_of(v.aval for v in inside.outvars))
+    result = jaxprs.Tree(traced.out_tree, tuple(leaves))
     found = jaxprs.next_values(arguments, result, lambda: _origins(jaxpr))
     return {
         new: old
         for n, part in found.items()
-        for new, old in zip(
-            jaxprs.leaf_numbers(part), jaxprs.leaf_numbers(arguments[n]), strict=True
-        )
+        for new, old in zip(part.numbers, arguments[n].numbers, strict=True)
     }
 
 

@@ -34,7 +34,7 @@ def printed(mesh=None):
         yield found
         jax.effects_barrier()
         if mesh is not None:
-            mesh._steps.settle()
+            mesh._group.settle()
             mesh.apply(print_last, {rank: () for rank in range(mesh.num_ranks)})
             assert wait_until(lambda: lines.getvalue().count(LAST) == mesh.num_ranks, 10)
     text = re.sub("\x1b[^m]*m", "", lines.getvalue())

@@ -15,7 +15,8 @@ import pytest
 import jaxpp
 from jaxpp.runtime import launched, remote, site
 from jaxpp.runtime.remote._worker import LANES, Worker
-from jaxpp.runtime.site._call import Call, Packed
+from jaxpp.runtime.site._call import Call
+from jaxpp.runtime.site._carried import Packed
 from jaxpp.runtime.site._failure import Failed
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._process import Process
@@ -63,7 +64,7 @@ def process() -> Any:
     """A process of one rank, 3, which takes down what it runs instead."""
     process = Worker((3,))
     transport = mock.Mock(homes={3: jax.devices()[0]}, recorder=None)
-    process.have(transport, 0, lambda reference: reference)
+    process.have(transport, lambda reference: reference)
     rank: Any = process.ranks[3]
     rank.send, rank.feed, rank.take_results = mock.Mock(), mock.Mock(), mock.Mock()
     process._steps[0] = mock.Mock(at=None)

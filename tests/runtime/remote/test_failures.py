@@ -323,7 +323,7 @@ class Unmade:
 def test_an_error_that_is_met_in_a_fetch_is_of_the_task_that_a_sender_names(sent):
     transport, process = unittest.mock.Mock(), Process((1,))
     transport.homes = {1: jax.devices()[0]}
-    process.have(transport, 0, id)
+    process.have(transport, id)
     process.ranks[1].arrays[7] = Unmade()
     named = NotComputed("B1.0")
     named.__cause__ = Unmade.error

@@ -1,5 +1,6 @@
 """What a group of workers checks before they run."""
 
+import threading
 import unittest.mock
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
     told = r"rank 3 on b has a GPU, for gpus_per_rank=1, but .* CPU there, with JAX_PLATFORMS='cpu'"
     with pytest.raises(RuntimeError, match=told):
         group._check(member, unittest.mock.Mock(platform="cpu", host="b"))
-    hello = unittest.mock.Mock(platform="cuda", versions=_group.versions())
+    hello = unittest.mock.Mock(platform="cuda", other_versions="")
     group._check(member, hello)
 
 
@@ -45,7 +46,8 @@ def test_what_an_interrupted_restart_has_left_is_shut_down(monkeypatch):
     group._watch = group._flying = group._reservation = group._session = unittest.mock.Mock()
     started = unittest.mock.Mock()
     group.members = [WorkerMember(0, (0,)), WorkerMember(1, (1,), actor=started)]
-    group._stop()
+    group.order, group.stopped = threading.RLock(), False
+    group.stop()
     started.close.remote.assert_called_once_with()
     ray.kill.assert_called_once_with(started)
 

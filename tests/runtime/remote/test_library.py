@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
+from jaxpp.runtime.site._carried import Packed
 from jaxpp.runtime.site._programs import REMEMBERED, Library
 
 W, X = [jnp.eye(2), jnp.ones((2, 2))], jnp.ones((4, 2))
@@ -23,7 +24,7 @@ def cubes(w, x):
 @pytest.fixture
 def library():
     """The program cache of two ranks, with the steps of both losses: numbers 0 and 3."""
-    library = Library(lambda value: value)
+    library = Library(lambda value: value, Packed.of)
     mesh = jaxpp.MpmdMesh((2,), devices=jax.devices()[:1] * 2)
     for loss in (squares, cubes):
         grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 2)

@@ -318,13 +318,13 @@ def test_a_trace_has_all_that_the_ranks_ran_and_sent(mesh, tmp_path):
 
 def kept(mesh):
     """The numbers of steps and of executables that each rank keeps, and the driver's numbers."""
-    library = mesh._steps.library
-    own = len(library._steps), len(library._known), len(library._pickled)
+    library = mesh._group.library
+    own = len(library._steps), len(library._known), len(library._carried)
     return mesh.apply(number_of_executables, {r: () for r in range(mesh.num_ranks)}), own
 
 
 def number_of_executables(process):
-    return len(process._steps), len(process._executables)
+    return len(process._steps), len(process.computations)
 
 
 def test_what_only_a_collected_step_has_is_dropped(ray_session):
@@ -431,9 +431,9 @@ def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):
 
 
 def test_other_versions_are_refused(ray_session, monkeypatch):
-    from jaxpp.runtime.remote import _group
+    from jaxpp.runtime.site import _member
 
-    monkeypatch.setattr(_group, "versions", lambda: {"jax": "0.9.0"})
+    monkeypatch.setattr(_member, "versions", lambda: {"jax": "0.9.0"})
     with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):
         jaxpp.RemoteMpmdMesh((1,))
 

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
-from jaxpp.runtime.site._pickled import Pickled
+from jaxpp.runtime.site._carried import Packed
+from jaxpp.runtime.site._traced import carry
 
 S = jax.ShapeDtypeStruct
 X = S((128,), jnp.float32)
@@ -189,7 +190,7 @@ def text_of(computation, platform):
 def test_a_computation_is_the_same_program_once_it_is_read(case):
     fun, aval, platform = CASES[case]
     computation = computation_of(fun, aval, mesh=GPU if platform == "cuda" else None)
-    read = Pickled.of(computation).computation()
+    read = carry(computation, Packed.of).get().computation
     want, got = text_of(computation, platform), text_of(read, platform)
     if case == "callbacks":  # the text has addresses of functions
         want, got = (len(text.splitlines()) for text in (want, got))
@@ -199,8 +200,8 @@ def test_a_computation_is_the_same_program_once_it_is_read(case):
 READER = """
 import hashlib, pickle, sys
 from tests.runtime.remote import test_pickled
-for name, (payload, platform) in pickle.load(sys.stdin.buffer).items():
-    read = test_pickled.Pickled((), payload).computation()
+for name, (packed, platform) in pickle.load(sys.stdin.buffer).items():
+    read = packed.get().computation
     text = test_pickled.text_of(read, platform)
     print(name, hashlib.sha256(text.encode()).hexdigest(), sep=":")
 """
@@ -213,7 +214,7 @@ def test_another_process_reads_the_same_programs():
         if name in ("callbacks", "error_if"):  # their texts have addresses of functions
             continue
         computation = computation_of(fun, aval, mesh=GPU if platform == "cuda" else None)
-        sent[name] = Pickled.of(computation).payload, platform
+        sent[name] = carry(computation, Packed.of), platform
         text = text_of(computation, platform)
         want[name] = hashlib.sha256(text.encode()).hexdigest()
     reader = subprocess.run(
@@ -234,7 +235,7 @@ def test_equations_keep_the_users_lines_names_and_context():
             return y + jax.random.normal(jax.random.key(1), x.shape)
 
     computation = computation_of(jax.jit(fun), X)
-    read = Pickled.of(computation).computation()
+    read = carry(computation, Packed.of).get().computation
     line, pairs = fun.__code__.co_firstlineno + 2, [(computation.jaxpr, read.jaxpr)]
     seen = []
     while pairs:
@@ -257,7 +258,7 @@ def test_lines_of_the_read_program_have_their_columns():
         return {place for place in places if int(place[0]) < loop.__code__.co_firstlineno + 9}
 
     computation = computation_of(loop, X)
-    read = Pickled.of(computation).computation()
+    read = carry(computation, Packed.of).get().computation
     assert text(computation) == text(read) and len(text(read)) > 4
 
 
@@ -265,8 +266,8 @@ def test_lines_of_the_read_program_have_their_columns():
 def test_a_computation_is_compiled_under_the_settings_of_its_trace(x64):
     with jax.enable_x64(x64):
         array = jnp.arange(3) * 1.5
-        pickled = Pickled.of(computation_of(lambda x: x * np.pi, array))
-    (result,) = pickled.compile(jax.devices()[0])(array)
+        packed = carry(computation_of(lambda x: x * np.pi, array), Packed.of)
+    (result,) = packed.get().executables.on(jax.devices()[0])(array)
     assert result.dtype == array.dtype == ("float64" if x64 else "float32")
 
 
@@ -279,7 +280,7 @@ def test_what_cannot_be_pickled_is_an_error_that_names_the_line():
 
     computation = computation_of(lambda x: jax.pure_callback(locked, X, x), X)
     with pytest.raises(ValueError, match=r"F0 .*`pure_callback` at .*test_pickled.py:\d+.* lock"):
-        Pickled.of(computation)
+        carry(computation, Packed.of)
 
 
 def test_a_primitive_without_a_name_in_a_module_is_an_error():
@@ -287,4 +288,4 @@ def test_a_primitive_without_a_name_in_a_module_is_an_error():
     nameless.def_abstract_eval(lambda x: x)
     computation = computation_of(lambda x: nameless.bind(x), X)
     with pytest.raises(ValueError, match=r"`nameless` at .*test_pickled.py:\d+.* global variable"):
-        Pickled.of(computation)
+        carry(computation, Packed.of)

@@ -172,7 +172,7 @@ def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch, one_pro
 def test_a_process_that_is_reset_within_a_trace_can_be_traced_again(tmp_path):
     """JAX's profiler does not run on there, when the trace is lost with a rank."""
     process = Process((0,))
-    process.have(SocketTransport({0: jax.devices()[0]}, b"secret"), 0, lambda reference: None)
+    process.have(SocketTransport({0: jax.devices()[0]}, b"secret"), lambda reference: None)
     for epoch in (1, 2):
         _tracing._start(process, tmp_path / str(epoch), "profile", 0, "here")
         process.reset(0, epoch)

@@ -4,7 +4,6 @@ from jaxpp.runtime.remote.cluster._environment import prepare_process as prepare
 from jaxpp.runtime.remote.cluster._environment import warn_of_driver as warn_of_driver
 from jaxpp.runtime.remote.cluster._environment import warn_of_platform as warn_of_platform
 from jaxpp.runtime.remote.cluster._environment import worker_options as worker_options
-from jaxpp.runtime.remote.cluster._places import Place as Place
 from jaxpp.runtime.remote.cluster._places import ranks_of_a_node as ranks_of_a_node
 from jaxpp.runtime.remote.cluster._places import release_places as release_places
 from jaxpp.runtime.remote.cluster._places import renew_places as renew_places

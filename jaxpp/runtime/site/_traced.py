@@ -1,11 +1,9 @@
-"""Computations on their way to the processes that compile them: as bytes, or as they are."""
+"""Computations on their way to the sites that compile them."""
 
 import contextlib
 import dataclasses
 import functools
-import io
-import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +13,8 @@ from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
 from jaxpp.jaxprs import primitives
 from jaxpp.runtime.arrays import Home
-from jaxpp.runtime.executor import Copier, copies, lower
+from jaxpp.runtime.executor import Copier, Executables, compile_for, copies
+from jaxpp.runtime.site._carried import Carried
 
 #: JAX's settings under which a computation is lowered: those that it was traced under. With
 #: `debug_nans` JAX donates nothing, so that the arguments of what failed are still there.
@@ -33,7 +32,7 @@ SETTINGS = (
 class Traced:
     """A computation, and JAX's settings that it was traced under."""
 
-    traced: Computation
+    computation: Computation
     settings: Mapping[str, Any]
 
     @staticmethod
@@ -42,85 +41,43 @@ class Traced:
         config: Any = jax.config
         return Traced(computation, {name: getattr(config, f"jax_{name}") for name in SETTINGS})
 
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """The positions of the arguments whose memory it may take."""
-        return self.traced.donated
+    @functools.cached_property
+    def executables(self) -> Executables:
+        """What it is compiled to, for each home that asks."""
+        return Executables(self._compile)
 
-    def compile(self, home: Home) -> Any:
+    def _compile(self, home: Home) -> Any:
         """Lowers and compiles the computation for devices of this process."""
-        if copies(self.traced):
-            return Copier(self.traced, home)
+        if copies(self.computation):
+            return Copier(self.computation, home)
         with contextlib.ExitStack() as stack:
             for name, value in self.settings.items():
                 stack.enter_context(getattr(jax, name)(value))
-            return _compat.compiled(lower(self.traced, home))
-
-    def computation(self) -> Computation:
-        """Returns the computation."""
-        return self.traced
+            return compile_for(self.computation, home)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pickled:
-    """A computation as bytes.
+def carry(computation: Computation, of: Callable[[Any], Carried]) -> Carried:
+    """Makes a computation ready to go to the sites that compile it: a carried `Traced`.
 
     Args:
-        donated: the positions of the arguments whose memory it may take.
-        payload: the pickled `Traced`.
+        computation: the computation.
+        of: makes a carried value of a value.
+
+    Raises:
+        ValueError: an equation has a parameter that cannot be pickled.
     """
-
-    donated: tuple[int, ...]
-    payload: bytes
-
-    @staticmethod
-    def of(computation: Computation) -> "Pickled":
-        """Pickles a computation.
-
-        Raises:
-            ValueError: an equation has a parameter that cannot be pickled.
-        """
-        own = dataclasses.replace(computation, jaxpr=_without_rules(computation.jaxpr))
-        try:
-            payload = _pickle(Traced.of(own))
-        except Exception as error:
-            raise _refusal(own, error) from error
-        return Pickled(computation.donated, payload)
-
-    def compile(self, home: Home) -> Any:
-        """Lowers and compiles the computation for devices of this process."""
-        return pickle.loads(self.payload).compile(home)
-
-    def computation(self) -> Computation:
-        """Unpickles the computation."""
-        return pickle.loads(self.payload).traced
+    own = dataclasses.replace(computation, jaxpr=_without_rules(computation.jaxpr))
+    try:
+        return of(Traced.of(own))
+    except Exception as error:
+        raise _refusal(own, of, error) from error
 
 
-@functools.cache
-def _pickler() -> Any:
-    import ray.cloudpickle  # Ray takes long to import
-
-    class Pickler(ray.cloudpickle.Pickler):  # pyright: ignore
-        """Also pickles what a jaxpr consists of, and functions by their code where need be."""
-
-        def reducer_override(self, value: Any) -> Any:
-            found = _compat.reduced(value)
-            return super().reducer_override(value) if found is NotImplemented else found
-
-    return Pickler
-
-
-def _pickle(value: Any) -> bytes:
-    file = io.BytesIO()
-    _pickler()(file).dump(value)
-    return file.getvalue()
-
-
-def _refusal(computation: Computation, error: Exception) -> Exception:
+def _refusal(computation: Computation, of: Callable[[Any], Carried], error: Exception) -> Exception:
     """Makes the error for a computation that cannot be pickled; it names the equation."""
     for eqn in computation.jaxpr.eqns:
         try:
-            _pickle(eqn)
+            of(eqn)
         except Exception as own:
             return ValueError(
                 f"RemoteMpmdMesh: {computation.name} cannot go to a worker process: its equation "
