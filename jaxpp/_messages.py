@@ -1,4 +1,4 @@
-"""What users are told: warnings at their own line, extras that are missing, tables in notebooks."""
+"""Warnings at the line of the user, errors of extras that are missing, tables in notebooks."""
 
 import html
 import importlib.util

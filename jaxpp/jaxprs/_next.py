@@ -55,12 +55,12 @@ class Tree:
 
     @property
     def is_array(self) -> bool:
-        """Whether it is a single array."""
+        """Tells whether it is a single array."""
         return jtu.treedef_is_leaf(self.structure) and bool(self.numbers)
 
     @property
     def type(self) -> tuple[Any, list[Any]]:
-        """What two trees have in common that are alike."""
+        """The structure and the types of the arrays: trees that are alike have the same."""
         types = [isinstance(x, Leaf) and (x.shape, x.dtype) for x in self.leaves]
         return self.structure, types
 

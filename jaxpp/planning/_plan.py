@@ -171,7 +171,7 @@ class Plan(Candidate):
 class PlanOptions(Options, total=False):
     """The machine that `plan` is for, see `Options`, and how it profiles the function.
 
-    Args:
+    Attributes:
         at_least: as in `profile`, as are all that follow.
         in_axes: by default every argument but the first is part of the batch.
         device: where to measure, or a `jaxpp.Device` or the name of one, for a plan without a

@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def ahead(self) -> int:
-        """How many tasks ahead activations are loaded from the memory of the host."""
+        """The number of tasks ahead that activations are loaded from the memory of the host."""
         return self.choice.ahead if self.choice else 1
 
     @property

@@ -211,8 +211,8 @@ MUTATIONS = (
     Mutation(
         "static results change places",
         "jaxpp/jaxprs/_trace.py",
-        "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]",
-        "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static][::-1]",
+        "return [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]",
+        "return [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static][::-1]",
         refuted_on="layers, ZB-H1",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline,
 class Options(TypedDict, total=False):
     """The machine that a plan is for.
 
-    Args:
+    Attributes:
         memory_limit: the bytes that a device of a rank has, for parameters, what goes with them,
             activations, and what tasks need while they run; by default no limit.
         state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp._program import Bundle
+from jaxpp._program import Bundle, Fed
 from jaxpp.runtime.arrays import to_host
 from jaxpp.runtime.site import Given, RemoteArray
 
@@ -72,7 +72,8 @@ def _hashed(value: Any) -> str:
 def with_call(digest: int, step: int, inputs: Sequence[Any]) -> int:
     """Adds a call to a hash of all calls: the step, and for each argument which array it is.
 
-    Of arrays that go with the call it takes the values, of a large one the first `SAMPLE`.
+    Of arrays that go with the call it takes the values, of a large one the first `SAMPLE`; of what
+    the ranks load, the number or the text by which they do.
 
     Args:
         digest: the hash of the calls before.
@@ -81,12 +82,22 @@ def with_call(digest: int, step: int, inputs: Sequence[Any]) -> int:
     """
     digest = zlib.crc32(str(step).encode(), digest)
     for one in inputs:
-        if isinstance(one, Given):
-            data = one.data if isinstance(one.data, bytes) else one.data.flat[:SAMPLE].tobytes()
-        else:
-            data = str(one.id if isinstance(one, RemoteArray) else "").encode()
-        digest = zlib.crc32(data, digest)
+        digest = zlib.crc32(_mark(one), digest)
     return digest
+
+
+def _mark(one: Any) -> bytes:
+    """Returns the bytes by which arguments are compared; none where only the rank knows them."""
+    match one:
+        case Given(data=data):
+            return data if isinstance(data, bytes) else data.flat[:SAMPLE].tobytes()
+        case RemoteArray():
+            return str(one.id).encode()
+        case Fed(batch=batch):
+            value = batch.value.get()
+            known = isinstance(value, int | float | str)
+            return f"{batch.number} {value if known else ''}".encode()
+    return b""
 
 
 def digest_of(text: Sequence[tuple[str, str]]) -> str:

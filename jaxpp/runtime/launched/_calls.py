@@ -1,13 +1,16 @@
 """The calls of a launched process: of its own site, in lanes, and to meetings of all processes."""
 
 import concurrent.futures
-import functools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxpp.runtime.site import LANES, POLL, Failed, Process, Watch
+
+#: Seconds that calls have to end after the mesh has.
+CLOSING = 5.0
 
 
 class Lanes:
@@ -17,10 +20,15 @@ class Lanes:
         self._process, self._turn = process, 0
         self._queues = {name: queue.SimpleQueue() for name in LANES}
         self._lock = threading.Lock()
-        for name, number in LANES.items():
-            for _ in range(number):
-                run = functools.partial(self._run, self._queues[name])
-                threading.Thread(target=run, name=f"jaxpp-{name}", daemon=True).start()
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(self._queues[name],), name=f"jaxpp-{name}", daemon=True
+            )
+            for name, number in LANES.items()
+            for _ in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def call(self, method: Callable[..., Any], *args: Any) -> "concurrent.futures.Future[Any]":
         """Starts a method; returns its result to come."""
@@ -32,18 +40,30 @@ class Lanes:
             self._queues[name].put((future, method, args))
         return future
 
+    def close(self) -> None:
+        """Ends the threads, after the calls that have been started.
+
+        Python ends threads that are left when it ends itself; it aborts where one is within XLA.
+        """
+        for name, number in LANES.items():
+            for _ in range(number):
+                self._queues[name].put(None)
+        end = time.monotonic() + CLOSING
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
     def _run(self, waiting: "queue.SimpleQueue[Any]") -> None:
-        while True:
-            future, method, args = waiting.get()
+        while (call := waiting.get()) is not None:
+            future, method, args = call
             try:
                 future.set_result(method(self._process, *args))
             except BaseException as error:  # noqa: B036  who waits has to know of every exception
                 future.set_exception(error)
-            del future, method, args  # they would hold arrays while the thread waits
+            del call, future, method, args  # they would hold arrays while the thread waits
 
 
-class Call:
-    """A call of this process, or of all, that is under way.
+class Outcome:
+    """The outcome of a call of this process, or of all, that may be under way.
 
     Args:
         watch: the watch over the processes.

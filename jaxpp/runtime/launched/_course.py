@@ -6,23 +6,35 @@ from typing import NamedTuple
 
 
 class At(NamedTuple):
-    """Where a process is.
+    """The place of a process among the calls that all make.
 
     Args:
         meeting: the number of the meeting that it comes to, or will come to next.
         calls: the number of its calls of steps.
         what: what it does there, in words; empty where it has not come yet.
-        digest: a hash of which steps it has called, with which arguments.
+        digests: hashes of all calls so far, after each of the last ones: which steps it has called,
+            with which arguments.
     """
 
     meeting: int
     calls: int
     what: str = ""
-    digest: int = 0
+    digests: tuple[int, ...] = ()
+
+    def digest_after(self, calls: int) -> int | None:
+        """Returns the hash after a number of calls, if it is known."""
+        place = len(self.digests) - 1 - (self.calls - calls)
+        return self.digests[place] if 0 <= place < len(self.digests) else None
+
+    def differs(self, other: "At") -> bool:
+        """Tells whether the calls were not those of another process, as far as both have come."""
+        calls = min(self.calls, other.calls)
+        own, theirs = self.digest_after(calls), other.digest_after(calls)
+        return None not in (own, theirs) and own != theirs
 
 
 class Course:
-    """Where the processes are that wait in a meeting of all.
+    """The places of all processes among their calls, and of those that wait in a meeting of all.
 
     Args:
         count: the number of processes.
@@ -32,14 +44,20 @@ class Course:
     def __init__(self, count: int, differ: Callable[[int, RuntimeError], None]):
         self._count, self._differ = count, differ
         self._there: dict[int, dict[int, At]] = {}
+        self._last: dict[int, At] = {}
         self._lock = threading.Lock()
 
     def hear(self, number: int, at: At) -> None:
         """Takes where a process is: who waits elsewhere, or calls once more, does otherwise."""
         with self._lock:
+            self._last[number] = at
+            for other, theirs in self._last.items():
+                if at.differs(theirs):
+                    self._differ(number or other, _error({number: at, other: theirs}))
             there = self._there.setdefault(at.meeting, {})
             for other, theirs in there.items():
-                if other != number and (at != theirs if at.what else at.calls > theirs.calls):
+                late = at[:3] != theirs[:3] if at.what else at.calls > theirs.calls
+                if other != number and late:
                     self._differ(number or other, _error({number: at, other: theirs}))
             if at.what:
                 there[number] = at
@@ -48,12 +66,17 @@ class Course:
 
 
 def _error(each: dict[int, At]) -> RuntimeError:
-    told = " and ".join(
-        f"process {n} {at.what or 'calls a step again'} after {at.calls} calls"
-        for n, at in sorted(each.items())
-    )
-    if len({(at.meeting, at.calls, at.what) for at in each.values()}) == 1:
-        told += ", with other arguments, or of other steps"
+    (number, at), (other, theirs) = sorted(each.items())
+    if at.differs(theirs):
+        told = (
+            f"those of process {number} and process {other}, up to call "
+            f"{min(at.calls, theirs.calls)}, are not of the same steps with the same arguments"
+        )
+    else:
+        told = " and ".join(
+            f"process {n} {own.what or 'calls a step again'} after {own.calls} calls"
+            for n, own in ((number, at), (other, theirs))
+        )
     return RuntimeError(
         f"the processes do not make the same calls: {told}. Each process calls the steps with the "
         f"same arguments, fetches results (float, gather, print) and saves in the same order; only "

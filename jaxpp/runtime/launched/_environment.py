@@ -33,7 +33,7 @@ SECRET = "JAXPP_SECRET"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Position:
     """The place of a process among those of its job.
 
     Args:
@@ -52,7 +52,7 @@ class Place:
     on_host: tuple[int, int] = (0, 1)
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+def find_position(environment: Mapping[str, str] = os.environ) -> Position:
     """Reads the place of this process from its environment, or from `jax.distributed`.
 
     The processes meet at the port behind the one that the launcher names, where torchrun or JAX
@@ -69,7 +69,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
             on_host = int(own[0]), int(every[0])
             break
     if count == 1:
-        return Place(0, 1)
+        return Position(0, 1)
     if address is None:
         raise ValueError(
             f"LaunchedMpmdMesh: this is process {number} of {count}, and its launcher does not say "
@@ -78,7 +78,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         )
     host, _, port = address.rpartition(":")
     behind = int(port) + 1 if int(port) < 65535 else int(port) - 1
-    return Place(number, count, host.strip("[]"), behind, on_host)
+    return Position(number, count, host.strip("[]"), behind, on_host)
 
 
 def _counted(environment: Mapping[str, str]) -> tuple[int, int, str | None]:
@@ -104,15 +104,15 @@ def _counted(environment: Mapping[str, str]) -> tuple[int, int, str | None]:
     return number, count, address or told
 
 
-def visible_gpus(place: Place, needed: int, environment: Mapping[str, str] = os.environ) -> str:
+def visible_gpus(place: Position, needed: int, environment: Mapping[str, str] = os.environ) -> str:
     """Returns the numbers of the GPUs that a process takes of its host's; empty for all it sees.
 
     Of several processes of a host each takes its share, unless the launcher has given each some.
 
     Example:
-        >>> visible_gpus(Place(3, 4, on_host=(1, 2)), 2, {})
+        >>> visible_gpus(Position(3, 4, on_host=(1, 2)), 2, {})
         '2,3'
-        >>> visible_gpus(Place(3, 4, on_host=(1, 2)), 1, {"CUDA_VISIBLE_DEVICES": "5"})
+        >>> visible_gpus(Position(3, 4, on_host=(1, 2)), 1, {"CUDA_VISIBLE_DEVICES": "5"})
         ''
     """
     number, count = place.on_host

@@ -1,5 +1,6 @@
 """The processes of a launched mesh: each calls its own ranks, and meets the others."""
 
+import collections
 import concurrent.futures
 import itertools
 import threading
@@ -8,12 +9,13 @@ from typing import Any
 
 from jaxpp._program import Bundle
 from jaxpp.runtime.launched import _agreement
-from jaxpp.runtime.launched._calls import Call, Lanes
+from jaxpp.runtime.launched._calls import Lanes, Outcome
 from jaxpp.runtime.launched._course import At, Course
-from jaxpp.runtime.launched._environment import Place, find_secret
+from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
 from jaxpp.runtime.launched._watch import LaunchedWatch
 from jaxpp.runtime.site import (
+    IN_FLIGHT,
     Death,
     Failed,
     Failure,
@@ -47,7 +49,7 @@ class LaunchedGroup(Group):
 
     def __init__(
         self,
-        place: Place,
+        place: Position,
         settings: str,
         start: Callable[[bytes, str], tuple[Any, Hello]],
         ranks: Sequence[tuple[int, ...]],
@@ -57,7 +59,9 @@ class LaunchedGroup(Group):
         super().__init__()
         self.place = place
         self._numbers, self._others = itertools.count(), itertools.count()
-        self._calls = self._digest = 0
+        self._calls = 0
+        #: Hashes of all calls, after each of the last ones.
+        self._digests = collections.deque([0], maxlen=16 * IN_FLIGHT)
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.
         self._course = None if place.number else Course(place.count, self._differ)
@@ -99,18 +103,20 @@ class LaunchedGroup(Group):
 
     # ---- calls ----------------------------------------------------------------------------------
 
-    def send(self, method: Callable[..., Any], args: Mapping[int, tuple], **_: Any) -> "Call":
+    def send(self, method: Callable[..., Any], args: Mapping[int, tuple], **_: Any) -> "Outcome":
         """Calls a method of `Process` for this process's ranks; does not wait."""
         own = self.place.number
         if own not in args:
-            return Call(self._watch, None, set())
-        return Call(self._watch, self._lanes.call(method, *args[own]), {own})
+            return Outcome(self._watch, None, set())
+        return Outcome(self._watch, self._lanes.call(method, *args[own]), {own})
 
     def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
         """Calls a step, counts the call, and takes note of it for the others."""
-        self._calls += 1
-        for call in calls.values():
-            self._digest = _agreement.with_call(self._digest, call.step, inputs)
+        (call,) = calls.values()
+        digest = _agreement.with_call(self._digests[-1], call.step, inputs)
+        with self._lock:
+            self._calls += 1
+            self._digests.append(digest)
         super().send_steps(calls, inputs)
 
     def put(self, value: Any) -> Any:
@@ -149,14 +155,14 @@ class LaunchedGroup(Group):
             key = name, next(self._named.setdefault(name, itertools.count()))
         return self._apply(key, packed, ordered)
 
-    def _apply(self, key: Any, packed: Mapping[int, Any], ordered: bool) -> "Call":
+    def _apply(self, key: Any, packed: Mapping[int, Any], ordered: bool) -> "Outcome":
         own = {r: packed[r] for r in self.members[0].ranks if r in packed}
         method = Process.apply_in_order if ordered else Process.apply
         return self._bring(key, self._lanes.call(method, own))
 
     # ---- meetings -------------------------------------------------------------------------------
 
-    def meet(self, what: str, value: Any) -> "Call":
+    def meet(self, what: str, value: Any) -> "Outcome":
         """Brings a value to a meeting of all processes; does not wait.
 
         Args:
@@ -171,11 +177,12 @@ class LaunchedGroup(Group):
         """Comes to the next meeting in the order of all; returns its key."""
         with self._lock:
             number = next(self._numbers)
-            self._say(At(number, self._calls, what, self._digest))
+            self._next = number
+            self._say(what)
             self._next = number + 1
         return number, what
 
-    def _bring(self, key: Any, local: "concurrent.futures.Future[Any] | None") -> "Call":
+    def _bring(self, key: Any, local: "concurrent.futures.Future[Any] | None") -> "Outcome":
         """Brings to a meeting what a call of this process gives, as soon as it does."""
         meeting = self.hub.meeting(key)
 
@@ -192,7 +199,7 @@ class LaunchedGroup(Group):
             self.hub.bring(key, None)
         else:
             local.add_done_callback(bring)
-        return Call(self._watch, meeting, set(range(self.place.count)), local)
+        return Outcome(self._watch, meeting, set(range(self.place.count)), local)
 
     def agree(self, number: int, bundle: Bundle) -> None:
         """Compares a step with those of the other processes.
@@ -271,10 +278,12 @@ class LaunchedGroup(Group):
 
     def beat(self) -> None:
         """Gives a sign of life, and says how far this process has come."""
-        self._say(At(self._next, self._calls))
+        self._say()
 
-    def _say(self, at: At) -> None:
+    def _say(self, what: str = "") -> None:
         """Says where this process is."""
+        with self._lock:
+            at = At(self._next, self._calls, what, tuple(self._digests))
         self.hub.tell(("at", at))
         if self._course is not None:
             self._course.hear(0, at)
@@ -315,3 +324,4 @@ class LaunchedGroup(Group):
                 self._watch.close()
                 self.hub.close()
                 self._process.close()
+                self._lanes.close()

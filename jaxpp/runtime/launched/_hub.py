@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxpp.runtime.launched._environment import Place
+from jaxpp.runtime.launched._environment import Position
 from jaxpp.runtime.transport import Addresses, Door, PeerLost, connect, host_identity
 
 #: Seconds between two attempts to reach process 0.
@@ -93,7 +93,7 @@ class Hub:
 
     def __init__(
         self,
-        place: Place,
+        place: Position,
         secret: bytes,
         timeout: float,
         hear: Callable[[int, Any], None],

@@ -13,7 +13,7 @@ from jaxpp import _compat
 from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import check_axes, home_over
-from jaxpp.runtime.launched._environment import find_place, visible_gpus
+from jaxpp.runtime.launched._environment import find_position, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import host_of_processes
 from jaxpp.runtime.site import Hello, SiteMesh, keep_interrupts
@@ -87,7 +87,7 @@ class LaunchedMpmdMesh(SiteMesh):
     ):
         keep_interrupts()
         axes = check_axes("LaunchedMpmdMesh", shape, axis_names, axis_types)
-        place = find_place()
+        place = find_position()
         if axes.num_ranks % place.count:
             raise ValueError(
                 f"LaunchedMpmdMesh divides its {axes.num_ranks} ranks evenly among the processes, "

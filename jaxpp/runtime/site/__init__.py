@@ -15,6 +15,7 @@ from jaxpp.runtime.site._failure import Failed as Failed
 from jaxpp.runtime.site._failure import Failure as Failure
 from jaxpp.runtime.site._failure import Lost as Lost
 from jaxpp.runtime.site._failure import RankError as RankError
+from jaxpp.runtime.site._group import IN_FLIGHT as IN_FLIGHT
 from jaxpp.runtime.site._group import Group as Group
 from jaxpp.runtime.site._interrupts import keep_interrupts as keep_interrupts
 from jaxpp.runtime.site._interrupts import uninterrupted as uninterrupted

@@ -24,7 +24,7 @@ from jaxpp.runtime.site._failure import Failed, Failure, Lost
 from jaxpp.runtime.site._feed import Batch
 from jaxpp.runtime.site._programs import Loading
 from jaxpp.runtime.site._rank import Rank
-from jaxpp.runtime.site._traced import Traced
+from jaxpp.runtime.site._traced import WithSettings
 from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
     Aborted,
@@ -91,7 +91,7 @@ class Process:
         self.transport: Any = None
         self.get: Callable[[Any], Any]
         #: What the ranks run, by number.
-        self.computations: dict[int, Traced] = {}
+        self.computations: dict[int, WithSettings] = {}
         self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))
         if processes > 1:
             self._name += f", process {process}"

@@ -27,7 +27,7 @@ class Loading:
         inputs: for each of the program's inputs its type, and how it is split.
         computations: for each computation of the step the number by which the mesh knows it; None
             for one that this rank does not run.
-        references: by those numbers, to the computations, each a carried `Traced`.
+        references: by those numbers, to the computations, each a carried `WithSettings`.
         constants: slots, types and bytes of the program's constants.
         turns: the ranks in the order in which pieces of their programs are dispatched.
     """

@@ -12,7 +12,7 @@ from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, Part, So
 from jaxpp.runtime.site._failure import Failure, Lost
 from jaxpp.runtime.site._feed import Loader
 from jaxpp.runtime.site._programs import Loading
-from jaxpp.runtime.site._traced import Traced
+from jaxpp.runtime.site._traced import WithSettings
 
 
 class RankArrays(dict[int, Any]):
@@ -52,7 +52,7 @@ class Rank:
         #: Tells whether the step waits for a batch that this rank loads itself.
         self.feeds = False
         #: What the ranks of the process run, by number.
-        self.computations: dict[int, Traced] = site.computations
+        self.computations: dict[int, WithSettings] = site.computations
         self._site = site
         #: For each step its executor, and for each input of the program what makes it.
         self._steps: dict[int, tuple[Executor, tuple[Input, ...]]] = {}

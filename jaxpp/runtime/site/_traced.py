@@ -29,17 +29,19 @@ SETTINGS = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
+class WithSettings:
     """A computation, and JAX's settings that it was traced under."""
 
     computation: Computation
     settings: Mapping[str, Any]
 
     @staticmethod
-    def of(computation: Computation) -> "Traced":
+    def of(computation: Computation) -> "WithSettings":
         """Takes a computation with the settings of this moment."""
         config: Any = jax.config
-        return Traced(computation, {name: getattr(config, f"jax_{name}") for name in SETTINGS})
+        return WithSettings(
+            computation, {name: getattr(config, f"jax_{name}") for name in SETTINGS}
+        )
 
     @functools.cached_property
     def executables(self) -> Executables:
@@ -57,7 +59,7 @@ class Traced:
 
 
 def carry(computation: Computation, of: Callable[[Any], Carried]) -> Carried:
-    """Makes a computation ready to go to the sites that compile it: a carried `Traced`.
+    """Makes a computation ready to go to the sites that compile it: a carried `WithSettings`.
 
     Args:
         computation: the computation.
@@ -68,7 +70,7 @@ def carry(computation: Computation, of: Callable[[Any], Carried]) -> Carried:
     """
     own = dataclasses.replace(computation, jaxpr=_without_rules(computation.jaxpr))
     try:
-        return of(Traced.of(own))
+        return of(WithSettings.of(own))
     except Exception as error:
         raise _refusal(own, of, error) from error
 

@@ -71,7 +71,7 @@ class Synthesis:
 class SearchOptions(TypedDict, total=False):
     """How long `synthesize` searches.
 
-    Args:
+    Attributes:
       evaluations: how many tables local search evaluates, fewer where they have more than some 6000
         tasks; a step of tabu search counts as four. Of list schedules, which take about ten times
         as long each, there are a grid of some forty and up to a fiftieth of this number. More

@@ -158,6 +158,17 @@ def twice(folder):
     (folder / f"loss{mesh.process}").write_text(str(loss))
 
 
+def loose(folder):
+    """Without `with`, process 1 ends earlier, as if all were well."""
+    mesh = jaxpp.LaunchedMpmdMesh((2,), heartbeat_timeout=2.0)
+    step, state = placed("plain", mesh), begin(2)
+    for number in range(100_000):
+        *state, loss = step(*state, number)
+        float(loss)
+        if number == 3 and mesh.process == 1:
+            sys.exit(0)
+
+
 def faulty(folder, fault):
     """Trains for ever; process 1 has a fault at its fifth step, or is sent a signal by the test."""
 
@@ -174,6 +185,9 @@ def faulty(folder, fault):
             global MICROBATCHES
             MICROBATCHES = 8
         step, state = placed("plain", mesh, load), begin(2)
+        another: Any = placed("plain", mesh, load) if fault == "other" else None
+        if fault == "start" and me == 1:
+            state = begin(2)[0][::-1], state[1]
         for number in range(100_000):
             *state, loss = step(*state, number)
             value = float(loss)
@@ -187,13 +201,30 @@ def faulty(folder, fault):
                     float(jnp.sum(jaxpp.gather(state[0][0])))
                 if me == 1 and fault == "again":
                     *state, _ = step(*state, number)
+                if fault == "other":
+                    *state, loss = (another if me else step)(*state, number)
+                if fault == "batch":
+                    *state, loss = step(*state, number + me)
+                if fault == "fork" and me == 1:
+                    if os.fork() == 0:  # it holds the connections, and lives longer than the test
+                        os.closerange(1, 3)
+                        time.sleep(120)
+                        os._exit(0)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "once_more" and me == 0:
+                    *state, loss = step(*state, number)
+                if fault == "once_more":
+                    return
+                if fault == "folders":
+                    jaxpp.save_state(folder / f"own{me}", state)
             if number > 5:
                 time.sleep(0.02)
 
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    run = {"composes": composes, "managed": managed, "twice": twice, "faulty": faulty}.get(case)
+    others = (composes, managed, twice, loose, faulty)
+    run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder))
     else:

@@ -50,6 +50,12 @@ def test_a_signal_to_one_process_ends_the_other(tmp_path, name, victim):
         ("alone", (1, 1), "do not make the same calls: process [01] fetches"),
         ("again", (1, 1), "do not make the same calls"),
         ("exits", (1, 1), "do not make the same calls: .* shuts the mesh down"),
+        ("once_more", (1, 1), "do not make the same calls"),
+        ("other", (1, 1), "do not make the same calls"),
+        ("batch", (1, 1), "are not of the same steps with the same arguments"),
+        ("start", (1, 1), "up to call 1, are not of the same steps with the same arguments"),
+        ("folders", (1, 1), "saves a state to .*own1"),
+        ("fork", (1, -9), "rank 1 .* its process has ended"),
         ("unequal", (1, 1), "process 1 differs from process 0 first in "),
     ],
 )
@@ -59,6 +65,12 @@ def test_what_a_script_does_otherwise_in_one_process_ends_all(tmp_path, fault, c
         assert code == wanted, output
     own = [output for (_, output), wanted in zip(found, codes, strict=True) if wanted]
     assert any(re.search(told, output) for output in own), own
+
+
+def test_a_process_that_ends_before_the_others_has_failed(tmp_path):
+    found = Job(2, "loose", tmp_path).wait(60)
+    assert [code for code, _ in found] == [1, 1], found
+    assert all("shuts the mesh down" in output for _, output in found)
 
 
 def test_a_process_that_never_starts_is_named(tmp_path, monkeypatch):

@@ -4,19 +4,24 @@ import stat
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxpp
+from jaxpp._program import Fed
+from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.launched import _agreement, _environment
 from jaxpp.runtime.launched._course import At, Course
-from jaxpp.runtime.launched._environment import Place, find_place, find_secret, visible_gpus
+from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
+from jaxpp.runtime.site import Given, Plain
+from jaxpp.runtime.site._feed import Batch
 from tests.runtime.launched import jobs
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpich", "jax_itself"])
 def test_the_place_of_a_process_is_what_its_launcher_says(launcher):
     own = {k: str(v) for k, v in jobs.LAUNCHERS[launcher](1, 4, 29500).items()}
-    place = find_place(own)
+    place = find_position(own)
     assert (place.number, place.count, place.host, place.port) == (1, 4, "127.0.0.1", 29501)
     assert place.on_host == ((0, 1) if launcher == "jax_itself" else (1, 4))
 
@@ -25,7 +30,7 @@ def test_the_place_of_a_process_is_what_its_launcher_says(launcher):
 def test_jax_detects_the_place(launcher, monkeypatch):
     for name, value in jobs.LAUNCHERS[launcher](1, 4, 77).items():
         monkeypatch.setenv(name, str(value))
-    place = find_place()
+    place = find_position()
     assert (place.number, place.count, place.on_host) == (1, 4, (1, 4))
     assert place.host in ("localhost", "127.0.0.1")
 
@@ -33,9 +38,9 @@ def test_jax_detects_the_place(launcher, monkeypatch):
 def test_a_process_that_no_launcher_has_started_is_told_of_them(monkeypatch):
     monkeypatch.setattr(_environment._compat, "detect_cluster", lambda: None)
     with pytest.raises(ValueError, match="no launcher has started .*torchrun.*MpmdMesh runs all"):
-        find_place({})
+        find_position({})
     with pytest.raises(ValueError, match="process 1 of 2, .* set MASTER_ADDR and MASTER_PORT"):
-        find_place({"PMI_RANK": "1", "PMI_SIZE": "2"})
+        find_position({"PMI_RANK": "1", "PMI_SIZE": "2"})
 
 
 def test_a_number_of_ranks_that_cannot_be_divided_is_refused(monkeypatch):
@@ -57,7 +62,7 @@ def test_a_number_of_ranks_that_cannot_be_divided_is_refused(monkeypatch):
 )
 def test_the_processes_of_a_host_share_its_gpus(on_host, needed, given, found):
     own = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
-    assert visible_gpus(Place(0, 8, on_host=on_host), needed, own) == found
+    assert visible_gpus(Position(0, 8, on_host=on_host), needed, own) == found
 
 
 def test_the_secret_of_a_user_is_made_once_and_only_the_user_can_read_it(tmp_path, monkeypatch):
@@ -118,8 +123,29 @@ def test_processes_that_do_the_same_in_any_order_are_at_one():
         [(0, At(0, 1, "saves")), (1, At(0, 2, "saves"))],
         [(0, At(0, 1, "saves")), (1, At(0, 2))],
         [(1, At(0, 1, "saves")), (0, At(0, 2))],
+        [(0, At(0, 2, "", (0, 5, 6))), (1, At(0, 2, "", (0, 5, 7)))],
+        [(1, At(0, 3, "saves", (5, 6, 7))), (0, At(0, 2, "", (0, 9, 8)))],
     ],
 )
 def test_who_does_otherwise_is_found(each):
     ((number, told),) = heard(*each)
-    assert number == 1 and "process 0 " in told and "process 1 " in told
+    assert number == 1 and "process 0" in told and "process 1" in told
+
+
+def test_who_is_ahead_with_the_same_calls_does_the_same():
+    assert not heard((1, At(0, 3, "", (0, 5, 6, 7))), (0, At(0, 1, "", (0, 5))), (0, At(0, 0)))
+    assert not heard((1, At(0, 90, "", (1, 2))), (0, At(0, 1, "", (0, 5))))  # not known any more
+
+
+def test_a_call_is_marked_by_its_step_and_its_arguments():
+    large, other = np.zeros(10**6, np.float32), np.ones(10**6, np.float32)
+
+    def marks(step, *arguments, value=0):
+        fed = Fed(Batch(0, None, Plain(value)), 0, None)
+        types = [ArrayType.of(jnp.asarray(x)) for x in arguments]
+        return _agreement.with_call(0, step, [*map(Given.of, arguments, types), fed])
+
+    assert marks(1, large, 0.1) == marks(1, large.copy(), 0.1)
+    others = [marks(2, large, 0.1), marks(1, other, 0.1), marks(1, large, 0.2)]
+    others.append(marks(1, large, 0.1, value=1))
+    assert marks(1, large, 0.1) not in others and len({*others}) == 4
