@@ -378,6 +378,30 @@ class Placed(Generic[P, R]):
         self.bundle  # noqa: B018  raises if there is none
         return self._cache[0].describe()
 
+    @property
+    def flops(self) -> tuple[float, ...]:
+        """The model FLOPs of each rank in a step, as it was called last: see `Compiled.flops`."""
+        self.bundle  # noqa: B018  raises if there is none
+        return self._cache[0].flops
+
+    def mfu(self, seconds: float, device: Any, *, rank: int | None = None) -> float:
+        """Returns the model FLOPs utilization of the step as it was called last.
+
+        Args:
+            seconds: the time of a step, as measured.
+            device: a `jaxpp.Device`, or a name of `jaxpp.planning.DEVICES`.
+            rank: the rank whose operations and devices count; None for all.
+
+        Returns:
+            A fraction; 1 is the peak. `Compiled.mfu` says what counts.
+
+        Raises:
+            ValueError: `seconds` is no time, there is no such device or rank, or the step has not
+                been called yet.
+        """
+        self.bundle  # noqa: B018  raises if there is none
+        return self._cache[0].mfu(seconds, device, rank=rank)
+
     def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[P, R]":
         """Returns the same placed function, whose tasks an edit changes: see `edit_tasks`."""
         edits = (*self._request.edits, edit)
