@@ -72,11 +72,11 @@ class LaunchedGroup(Group):
         self.members = [own]
         self._process = Process(own.ranks)
         self._lanes = Lanes(self._process)
-        timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
-        self._watch = LaunchedWatch(self, self._members, timeout)
-        self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
+        secret = find_secret() if place.count > 1 else b""
+        self._watch = LaunchedWatch(self, self._members, heartbeat_timeout, start_timeout)
+        self.hub = Hub(place, self._hear, self._lose)
         try:
-            self._begin(settings, *start(secret, self.hub.address))
+            self._begin(settings, *start(secret, self.hub.join(secret, start_timeout)))
         except BaseException as error:
             self.fail(error)
             self.hub.close()

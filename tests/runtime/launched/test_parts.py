@@ -1,6 +1,7 @@
 """What a process reads of its launcher, and how the processes compare what they do."""
 
 import stat
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.launched import _agreement, _environment
 from jaxpp.runtime.launched._course import At, Course
 from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
-from jaxpp.runtime.site import Given, Plain
+from jaxpp.runtime.launched._watch import LaunchedWatch
+from jaxpp.runtime.site import Given, Member, Plain
 from jaxpp.runtime.site._feed import Batch
 from tests.runtime.launched import jobs
 
@@ -149,3 +151,11 @@ def test_a_call_is_marked_by_its_step_and_its_arguments():
     others = [marks(2, large, 0.1), marks(1, other, 0.1), marks(1, large, 0.2)]
     others.append(marks(1, large, 0.1, value=1))
     assert marks(1, large, 0.1) not in others and len({*others}) == 4
+
+
+def test_process_0_may_be_silent_while_it_waits_for_those_that_come_late():
+    members = [Member(0, (0,)), Member(1, (1,))]
+    group = types.SimpleNamespace(library=types.SimpleNamespace(describe=None))
+    watch = LaunchedWatch(group, members, 2.0, 300.0)
+    assert not watch.why_dead(members[0], 299.0)
+    assert watch.why_dead(members[0], 301.0) == "its host does not answer"
