@@ -44,14 +44,10 @@ def launch(
     """
     port, secret = free_port(), secrets.token_hex(8)
     known = os.environ | {"JAX_PLATFORMS": "cpu", "JAXPP_SECRET": secret}
-    return {
-        n: subprocess.Popen(
-            command,
-            env=known | torchrun(n, count, port),
-            cwd=REPOSITORY,
-            text=True,
-            **{name: value(n) if callable(value) else value for name, value in options.items()},
-        )
-        for n in range(count)
-        if n not in without
-    }
+
+    def start(number: int) -> "subprocess.Popen[str]":
+        own: Any = {n: value(number) if callable(value) else value for n, value in options.items()}
+        env = known | torchrun(number, count, port)
+        return subprocess.Popen(command, env=env, cwd=REPOSITORY, text=True, **own)
+
+    return {number: start(number) for number in range(count) if number not in without}
