@@ -115,8 +115,9 @@ def test_the_baseline_trains_as_two_ranks_do():
 
 @pytest.mark.slow
 def test_a_mesh_of_processes_is_measured(run, capsys):
-    figures = run(parts=["empty", "threads", "local", "memory"], steps=20)
-    (empty,), (local,) = figures["empty"], figures["local"]
+    figures = run(parts=["empty", "launched", "threads", "local", "memory"], steps=20)
+    (empty,), (launched,), (local,) = (figures[part] for part in ("empty", "launched", "local"))
+    assert launched["launched/workers"] == launched["launched_us"] / launched["workers_us"] > 0
     threads = {(row["of"], row["thread"]): row for row in figures["threads"]}
     for of, name in (("0", "jaxpp-ordered"), ("1", "jaxpp-ordered"), ("driver", "MainThread")):
         assert 50 < threads[of, name]["us"] < 1e6 and threads[of, name]["sleeps"] > 0

@@ -60,7 +60,7 @@ class LaunchedWatch(Watch):
         """Looks at a silent process of this host; one of another may be silent for longer."""
         there, patience = member.hello, PATIENCE * self._timeout
         if there is None:  # process 0 waits for those that come late, and starts JAX
-            patience = max(patience, self._start_timeout)
+            patience += self._start_timeout
         elif there.node == host_of_processes():
             if has_ended(there.pid):
                 return "its process has ended"  # a fork of it may hold its connections
