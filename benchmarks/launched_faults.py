@@ -8,7 +8,8 @@ befalls one of them at a random moment. All others have to end with an exit code
 an error that names the process; the losses until then have to be those of one process, to the bit.
 Prints a table of the kinds:
 
-- `seconds`: from the fault to the end of the last process, median and maximum;
+- `seconds`: from the fault, or from the others' wait for a process that does not come, to the end
+  of the last process, median and maximum;
 - `late`: jobs in which that was more than `LIMIT` after the fault could be known;
 - `wrong`: jobs with another error, or none, in some process;
 - `hangs`: jobs that were not over after `--limit` seconds, or left a process behind;
@@ -125,6 +126,8 @@ def train(job: Job, folder: pathlib.Path) -> None:
     kind, me = job.fault.kind, int(os.environ["RANK"])
     struck, chance = me == job.victim, random.Random(job.number)
     start = MISSING if kind in ("missing", "early") else START
+    if kind in ("missing", "early") and me == job.others[0]:
+        faults.write_note(str(folder / "note"))  # the wait begins
     ranks = job.processes * job.ranks
     mesh = jaxpp.LaunchedMpmdMesh((ranks,), heartbeat_timeout=HEARTBEAT, start_timeout=start)
     with mesh, open(folder / f"losses{me}", "w") as losses:
@@ -216,15 +219,14 @@ def run(job: Job, folder: pathlib.Path, limit: float) -> Ended:
     before = set(psutil.pids())
     with started(job, folder) as processes:
         began = time.monotonic()
-        struck = began if kind == "missing" else None
+        struck = None
         while len(ended) < len(processes):
             now = time.monotonic()
             for number, process in processes.items():
                 if process.poll() is not None:
                     ended.setdefault(number, now)
-            if kind == "early" and struck is None and now - began >= job.fault.delay:
+            if kind == "early" and now - began >= job.fault.delay:
                 processes[job.victim].kill()
-                struck = now
             if struck is None and note.exists():
                 struck = faults.read_note(note)["time"]
             if now - (began + START if struck is None else struck) > limit:
