@@ -97,7 +97,8 @@ class Job:
             rank = (victim + 1) * ranks - 1 if above else victim * ranks
             peer = rank + 1 if above else rank - 1
         delay = chance.random() * {"early": 5.0, "raise": 0.0, "link": 0.0}.get(kind, 0.05)
-        call, position = chance.randrange(CALLS), chance.random()
+        # Before the first call there is nothing to fetch.
+        call, position = chance.randrange(int(kind == "otherwise"), CALLS), chance.random()
         fault = faults.Fault(kind, rank, call, position, delay, peer)
         fed = kind == "feed" or chance.random() < 0.5
         return Job(number, processes, ranks, fault, fed)
