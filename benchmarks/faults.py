@@ -188,9 +188,9 @@ def _at_instruction(fault: Fault, act: Callable[..., None], among: Any = object)
     execute, calls = Executor.execute, itertools.count()
 
     def watched(executor: Any, instructions: Any) -> None:
-        if next(calls) != fault.call:
-            return execute(executor, instructions)
         places = [n for n, i in enumerate(instructions) if isinstance(i, among)]
+        if not places or next(calls) != fault.call:  # of several ranks each has some in turn
+            return execute(executor, instructions)
         place = places[int(fault.position * len(places))]
         undo()
         execute(executor, instructions[:place])

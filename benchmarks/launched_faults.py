@@ -236,7 +236,8 @@ def run(job: Job, folder: pathlib.Path, limit: float) -> Ended:
         codes = {n: process.poll() for n, process in processes.items()}
     # It may have been written when all had ended.
     struck = faults.read_note(note)["time"] if struck is None and note.exists() else struck
-    seconds = max((ended[n] for n in job.others if n in ended), default=0.0) - (struck or 0.0)
+    last = max((ended[n] for n in job.others if n in ended), default=began)
+    seconds = 0.0 if struck is None else last - struck
     pids = {n: process.pid for n, process in processes.items()}
     outputs = {n: (folder / f"output{n}").read_text() for n in processes}
     return Ended(pids, codes, outputs, seconds, left_behind(set(psutil.pids()) - before, folder))

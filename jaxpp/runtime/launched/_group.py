@@ -272,9 +272,9 @@ class LaunchedGroup(Group):
 
     def _lose(self, number: int) -> None:
         death = Death("its process has ended")
-        self._watch.report(number, death)
         if self.place.number == 0:
             self.hub.tell(("fails", number, death))
+        self._watch.report(number, death)
 
     def beat(self) -> None:
         """Gives a sign of life, and says how far this process has come."""
@@ -291,13 +291,14 @@ class LaunchedGroup(Group):
     def _differ(self, number: int, error: RuntimeError) -> None:
         """Tells all processes that one does not make the calls of another."""
         failure = Failure.of(error, self._members[number].ranks[0], -1, "")
-        self._watch.report(number, failure)
         self.hub.tell(("fails", number, failure))
+        self._watch.report(number, failure)
 
     def report(self, failure: Failure) -> None:
         """Tells all processes of the failure of this one."""
-        self._watch.report(self.place.number, failure)
+        # The others first: the watch ends the work of these ranks, which is a failure that is told.
         self.hub.tell(("fails", self.place.number, failure))
+        self._watch.report(self.place.number, failure)
 
     # ---- its end --------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.launched import _agreement, _environment
 from jaxpp.runtime.launched._course import At, Course
 from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
+from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import LaunchedWatch
-from jaxpp.runtime.site import Given, Member, Plain
+from jaxpp.runtime.site import Failure, Given, Member, Plain
 from jaxpp.runtime.site._feed import Batch
 from tests.runtime.launched import jobs
 
@@ -159,3 +160,13 @@ def test_process_0_may_be_silent_while_it_waits_for_those_that_come_late():
     watch = LaunchedWatch(group, members, 2.0, 300.0)
     assert not watch.why_dead(members[0], 310.0)  # it tells who has not come after 300
     assert watch.why_dead(members[0], 330.0) == "its host does not answer"
+
+
+def test_the_others_hear_of_a_failure_before_the_watch_ends_the_work():
+    heard, group = [], object.__new__(LaunchedGroup)
+    group.place = Position(1, 2)
+    group.hub = types.SimpleNamespace(tell=lambda news: heard.append(("others", *news)))
+    group._watch = types.SimpleNamespace(report=lambda *what: heard.append(("watch", *what)))
+    failure = Failure.of(ValueError("no such file"), 1, -1, "the script")
+    group.report(failure)
+    assert heard == [("others", "fails", 1, failure), ("watch", 1, failure)]
