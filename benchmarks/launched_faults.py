@@ -53,8 +53,8 @@ KINDS = (
     "kill", "stop", "raise", "interrupt", "terminate", "unequal", "missing",
     "early", "script", "exit", "link", "feed", "otherwise",
 )  # fmt: skip
-#: Seconds that all others have to end once the fault can be known.
-LIMIT = 10.0
+#: Seconds that all others have to end once the fault can be known, on a busy host.
+LIMIT = 20.0
 #: The mesh's `heartbeat_timeout`, and its `start_timeout` where a process is missing, and else.
 HEARTBEAT, MISSING, START = 2.0, 30.0, 200.0
 #: Calls during which faults come.

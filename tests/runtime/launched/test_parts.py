@@ -2,6 +2,7 @@
 
 import stat
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +164,8 @@ def test_process_0_may_be_silent_while_it_waits_for_those_that_come_late():
 
 
 def test_the_others_hear_of_a_failure_before_the_watch_ends_the_work():
-    heard, group = [], object.__new__(LaunchedGroup)
+    heard: list[Any] = []
+    group: Any = object.__new__(LaunchedGroup)
     group.place = Position(1, 2)
     group.hub = types.SimpleNamespace(tell=lambda news: heard.append(("others", *news)))
     group._watch = types.SimpleNamespace(report=lambda *what: heard.append(("watch", *what)))
