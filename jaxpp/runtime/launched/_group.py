@@ -13,7 +13,7 @@ from jaxpp.runtime.launched._calls import Lanes, Outcome
 from jaxpp.runtime.launched._course import At, Course
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
-from jaxpp.runtime.launched._watch import LaunchedWatch
+from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
 from jaxpp.runtime.site import (
     IN_FLIGHT,
     Death,
@@ -271,7 +271,9 @@ class LaunchedGroup(Group):
                 self._apply(key, packed, ordered)
 
     def _lose(self, number: int) -> None:
-        death = Death("its process has ended")
+        there = self._members[number].hello
+        near = there is None or there.node == host_of_processes()
+        death = Death(f"its process has ended{'' if near else ', or its host is out of reach'}")
         if self.place.number == 0:
             self.hub.tell(("fails", number, death))
         self._watch.report(number, death)
