@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def start(hosts, *args):
     """A process of a job on each host, with torchrun's variables; all meet at the first."""
     on_host = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(len(hosts))}
     to = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return [
         subprocess.Popen(
             host.command(sys.executable, str(jobs.SCRIPT), *map(str, args)),
