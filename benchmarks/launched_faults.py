@@ -292,7 +292,9 @@ def patterns(job: Job, pids: Mapping[int, int]) -> list[str]:
             other = f"rank {job.fault.peer} .*rank {job.fault.rank} "
             return [f"RankError: The connection between ({pair}|{other}).* broke"]
         case "unequal":
-            return [f"process {victim or 1} differs from process 0 first in"]
+            if count == 2:
+                return ["process 1 differs from process 0 first in"]
+            return [rf"process {victim} differs from process \d first in"]
         case "otherwise":
             return ["RankError: .*do not make the same calls", "the processes do not make the same"]
         case "missing":

@@ -172,3 +172,11 @@ def test_the_others_hear_of_a_failure_before_the_watch_ends_the_work():
     failure = Failure.of(ValueError("no such file"), 1, -1, "the script")
     group.report(failure)
     assert heard == [("others", "fails", 1, failure), ("watch", 1, failure)]
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_of_several_processes_the_one_that_differs_from_the_others_is_named(odd):
+    texts = {n: [("argument 0", "y" if n == odd else "x")] for n in (2, 0, 1)}
+    told = _agreement.first_difference(texts)
+    assert told.startswith(f"process {odd} differs from process {0 if odd else 1} first in")
+    assert told.endswith(f"process {odd}: y")
