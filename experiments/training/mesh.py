@@ -1,6 +1,7 @@
 """The mesh of a training: devices of this process, processes of Ray, or of a launcher."""
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from experiments.training.config import PROFILED_STEP, Config
 
 Mesh = jaxpp.MpmdMesh | jaxpp.RemoteMpmdMesh | jaxpp.LaunchedMpmdMesh
 
+#: Seconds without a sign of life after which JAX takes a process that it has joined for lost.
+JOINED_TIMEOUT = 10
+
 
 def make_devices(config: Config) -> None:
     """Gives the ranks of the local mesh CPU devices of their own, where there is no accelerator."""
@@ -22,8 +26,12 @@ def make_devices(config: Config) -> None:
 
 
 def _join_processes() -> None:
-    """Joins launched processes by `jax.distributed`: Orbax's manager of checkpoints needs it."""
+    """Joins launched processes by `jax.distributed`: Orbax's manager of checkpoints needs it.
+
+    The manager waits for a process that has failed until JAX misses it, by default for 100 s.
+    """
     own = os.environ
+    join = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=JOINED_TIMEOUT)
     if {"JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"} <= own.keys():
         address = own["JAX_COORDINATOR_ADDRESS"]
         names = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -32,11 +40,11 @@ def _join_processes() -> None:
         address = f"{own['MASTER_ADDR']}:{int(own['MASTER_PORT']) + 1}"
         names = "WORLD_SIZE", "RANK"
     else:  # of Slurm and Open MPI JAX knows
-        jax.distributed.initialize()
+        join()
         return
     count, number = (int(own[name]) for name in names)
     if count > 1:
-        jax.distributed.initialize(address, count, number, cluster_detection_method="deactivate")
+        join(address, count, number, cluster_detection_method="deactivate")
 
 
 def make_mesh(config: Config) -> contextlib.AbstractContextManager[Mesh]:

@@ -11,6 +11,8 @@ import time
 import types
 from typing import Any
 
+import chex
+import equinox as eqx
 import jax
 import numpy as np
 import psutil
@@ -19,7 +21,7 @@ from absl import flags
 
 import jaxpp
 from experiments import train_lm
-from experiments.training import compare, data, mesh, models
+from experiments.training import checkpoints, compare, data, mesh, models
 from experiments.training.config import Config
 from experiments.training.flags import define
 from tests.runtime.launched import jobs
@@ -70,12 +72,15 @@ def losses(metrics):
     return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics]
 
 
-def start(output, text, variables=None, **values):
-    """Starts to train in a process of its own, with further environment variables."""
+def start(output, text, variables=None, before=(), **values):
+    """Starts to train in a process of its own, with further environment variables.
+
+    `before` are the words of a launcher, in front of the command.
+    """
     arguments = TINY | values | dict(output=output, data=text)
     command = [f"--{name}={value}" for name, value in arguments.items()]
     return subprocess.Popen(
-        [sys.executable, "-m", "experiments.train_lm", *command],
+        [*before, sys.executable, "-m", "experiments.train_lm", *command],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"} | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -153,13 +158,44 @@ def launch(output, text, count=2, **values):
     ]
 
 
-def test_launched_processes_have_the_losses_of_one(uninterrupted, text, tmp_path):
-    processes = launch(tmp_path, text, checkpoint_every=0)
+def start_by_mpirun(output, text):
+    known = jobs.environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    known |= {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    before = ("mpirun", "-n", "2", "--oversubscribe")
+    return [start(output, text, known, before, mesh="launched")]
+
+
+#: The processes of the same script, unchanged but for its mesh, by how they are started.
+STARTED = {
+    "torchrun": launch,
+    "mpirun": start_by_mpirun,
+    "ray": lambda output, text: [start(output, text, mesh="ray")],
+}
+
+
+@pytest.mark.parametrize("how", ["torchrun", *(pytest.param(how, marks=pytest.mark.slow)
+                                               for how in ("mpirun", "ray"))])  # fmt: skip
+def test_the_script_has_the_losses_and_the_checkpoint_of_one_process(
+    uninterrupted, text, tmp_path, how
+):
+    if how == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed")
+    processes = STARTED[how](tmp_path, text)
     shown = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], shown
+    assert not any(process.returncode for process in processes), shown
     assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
-    assert "nats a byte" in shown[0] and not shown[1]  # the first one prints
+    chex.assert_trees_all_equal(saved(tmp_path), saved(uninterrupted), strict=True)
+    assert "".join(shown).count("nats a byte") == 1  # the first one prints
     assert {"loss.png", "timeline.png"} <= set(os.listdir(tmp_path))
+
+
+def saved(output):
+    """The arrays of the last checkpoint of a run, in this process."""
+    config = Config(**TINY, output=str(output))
+    like = eqx.filter_eval_shape(train_lm.initial_state, config)
+    with checkpoints.manager(config) as manager:
+        assert manager.latest_step() == STEPS
+        return eqx.filter(manager.restore(STEPS, args=jaxpp.restore_args(like)), eqx.is_array)
 
 
 @pytest.mark.slow
@@ -170,7 +206,7 @@ def test_a_launched_run_one_process_of_which_was_killed_goes_on_bitwise(
     wait_for_rows(processes[0], tmp_path, 12)
     processes[1].kill()
     for process in processes:
-        process.communicate(timeout=300)
+        process.communicate(timeout=60)  # less than JAX's own 100 s
         assert process.returncode != 0
     assert len(rows_so_far(tmp_path)) < STEPS
     processes = launch(tmp_path, text, resume=True)

@@ -13,7 +13,7 @@ from jaxpp.runtime.launched._calls import Lanes, Outcome
 from jaxpp.runtime.launched._course import At, Course
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
-from jaxpp.runtime.launched._watch import LaunchedWatch
+from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
 from jaxpp.runtime.site import (
     IN_FLIGHT,
     Death,
@@ -72,11 +72,11 @@ class LaunchedGroup(Group):
         self.members = [own]
         self._process = Process(own.ranks)
         self._lanes = Lanes(self._process)
-        timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
-        self._watch = LaunchedWatch(self, self._members, timeout)
-        self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
+        secret = find_secret() if place.count > 1 else b""
+        self._watch = LaunchedWatch(self, self._members, heartbeat_timeout, start_timeout)
+        self.hub = Hub(place, self._hear, self._lose)
         try:
-            self._begin(settings, *start(secret, self.hub.address))
+            self._begin(settings, *start(secret, self.hub.join(secret, start_timeout)))
         except BaseException as error:
             self.fail(error)
             self.hub.close()
@@ -271,10 +271,12 @@ class LaunchedGroup(Group):
                 self._apply(key, packed, ordered)
 
     def _lose(self, number: int) -> None:
-        death = Death("its process has ended")
-        self._watch.report(number, death)
+        there = self._members[number].hello
+        near = there is None or there.node == host_of_processes()
+        death = Death(f"its process has ended{'' if near else ', or its host is out of reach'}")
         if self.place.number == 0:
             self.hub.tell(("fails", number, death))
+        self._watch.report(number, death)
 
     def beat(self) -> None:
         """Gives a sign of life, and says how far this process has come."""
@@ -291,13 +293,14 @@ class LaunchedGroup(Group):
     def _differ(self, number: int, error: RuntimeError) -> None:
         """Tells all processes that one does not make the calls of another."""
         failure = Failure.of(error, self._members[number].ranks[0], -1, "")
-        self._watch.report(number, failure)
         self.hub.tell(("fails", number, failure))
+        self._watch.report(number, failure)
 
     def report(self, failure: Failure) -> None:
         """Tells all processes of the failure of this one."""
-        self._watch.report(self.place.number, failure)
+        # The others first: the watch ends the work of these ranks, which is a failure that is told.
         self.hub.tell(("fails", self.place.number, failure))
+        self._watch.report(self.place.number, failure)
 
     # ---- its end --------------------------------------------------------------------------------
 

@@ -81,34 +81,35 @@ class Hub:
 
     Args:
         place: of this process.
-        secret: what proves to process 0 that another is of the job, and the other way round.
-        timeout: seconds that all processes have to come.
         hear: called with the sender's number and its news, on some thread.
         lost: called with the number of a process that has gone without a word.
-
-    Raises:
-        RuntimeError: some have not come in time.
-        TransportError: they do not have the same secret.
     """
 
     def __init__(
-        self,
-        place: Position,
-        secret: bytes,
-        timeout: float,
-        hear: Callable[[int, Any], None],
-        lost: Callable[[int], None],
+        self, place: Position, hear: Callable[[int, Any], None], lost: Callable[[int], None]
     ):
         self._place, self._hear, self._lost = place, hear, lost
         self._lines: dict[int, Line] = {}
         self._changed = threading.Condition()
         self._brought: dict[Any, dict[int, Any]] = {}
         self._meetings: dict[Any, concurrent.futures.Future[dict[int, Any]]] = {}
-        self.address = "127.0.0.1"
-        if place.count > 1:
-            meet = self._let_in if place.number == 0 else self._go_in
-            meet(secret, time.monotonic() + timeout, timeout)
-            self.address = next(iter(self._lines.values())).address
+
+    def join(self, secret: bytes, timeout: float) -> str:
+        """Joins the processes; returns an address of this one that the others reach.
+
+        Args:
+            secret: what proves to process 0 that another is of the job, and the other way round.
+            timeout: seconds that all processes have to come.
+
+        Raises:
+            RuntimeError: some have not come in time; those that have can be told of it.
+            TransportError: they do not have the same secret.
+        """
+        if self._place.count == 1:
+            return "127.0.0.1"
+        meet = self._let_in if self._place.number == 0 else self._go_in
+        meet(secret, time.monotonic() + timeout, timeout)
+        return next(iter(self._lines.values())).address
 
     def _let_in(self, secret: bytes, deadline: float, timeout: float) -> None:
         at = "127.0.0.1" if _is_loopback(self._place.host) else "0.0.0.0"

@@ -179,7 +179,8 @@ def faulty(folder, fault):
 
     me = int(os.environ["RANK"])
     limit = float(os.environ.get("JAXPP_TEST_START_TIMEOUT", "60"))
-    mesh = jaxpp.LaunchedMpmdMesh((2,), heartbeat_timeout=2.0, start_timeout=limit)
+    count = int(os.environ["WORLD_SIZE"])
+    mesh = jaxpp.LaunchedMpmdMesh((count,), heartbeat_timeout=2.0, start_timeout=limit)
     with mesh:
         if fault == "unequal" and me == 1:
             global MICROBATCHES
