@@ -88,6 +88,38 @@ def test_a_delayed_step_is_the_delayed_loop_to_the_bit(order, steps):
     assert np.any(np.asarray(plain[2]) != np.asarray(results[0][2]))
 
 
+def in_one(step):
+    """Several steps as one function, which takes the batches of all."""
+
+    def steps(versions, state, batches):
+        losses = []
+        for x in batches:
+            versions, state, loss = step(versions, state, x)
+            losses.append(loss)
+        return versions, state, losses
+
+    return steps
+
+
+def run_in_one(step, mesh, count=5):
+    weights, optimizer = start(), optax.adamw(1e-2)
+    batches = [batch(n) for n in range(count)]
+    placed = jaxpp.place(in_one(step), mesh)
+    return jaxpp.gather(placed((weights,) * 2, optimizer.init(weights), batches))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_in_one_program_are_the_same_steps_to_the_bit(order):
+    """On a mesh of two ranks and on one device, as several calls of one step; it is certified."""
+    delayed = jaxpp.delay(step_of(grad_fn(order), optax.adamw(1e-2)))
+    one = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+    expected = run(jaxpp.place(delayed, one), 1)
+    for mesh in (jaxpp.MpmdMesh((2,)), one):
+        jax.tree.map(np.testing.assert_array_equal, run_in_one(delayed, mesh), expected)
+    args = (start(),) * 2, optax.adamw(1e-2).init(start()), [batch(n) for n in range(3)]
+    jaxpp.certify(jaxpp.place(in_one(delayed), jaxpp.MpmdMesh((2,))), *args)
+
+
 def test_a_plain_function_is_delayed_before_anything_is_scheduled():
     optimizer = optax.adamw(1e-2)
     found = run(jax.jit(jaxpp.delay(step_of(grad_fn(), optimizer))), 1)
