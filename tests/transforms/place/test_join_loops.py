@@ -51,11 +51,13 @@ def lowered(step, order, versions, steps=STEPS):
 
 
 def rows(lowered):
-    return [[i for i in p.instructions if isinstance(i, Run) and i.task] for p in lowered.programs]
+    """The tasks of each rank, in order, each with the number of its loop."""
+    runs = [[i for i in p.instructions if isinstance(i, Run)] for p in lowered.programs]
+    return [[(run.task, run.loop) for run in own if run.task] for own in runs]
 
 
 def time_of(lowered):
-    table = table_of([[run.task for run in own] for own in rows(lowered)])
+    table = table_of([[task for task, _ in own] for own in rows(lowered)])
     dependencies = dependencies_of(lowered.bundle)
     return simulate(table, Costs(per="stage"), dependencies=dependencies).makespan
 
@@ -89,7 +91,8 @@ def test_a_rank_holds_no_more_activations_for_that(order):
 
 def test_a_step_that_is_not_delayed_stays_in_the_order_of_its_loops():
     for own in rows(lowered(train_step_of(OneFOneB()), OneFOneB(), 0)):
-        assert [run.loop for run in own] == sorted(run.loop for run in own)
+        loops = [loop for _, loop in own]
+        assert loops == sorted(loops)
 
 
 def test_a_loop_that_reads_an_update_begins_behind_it():
