@@ -89,6 +89,12 @@ def test_a_rank_holds_no_more_activations_for_that(order):
     assert activations(STEPS) == activations(1)
 
 
+def test_more_steps_share_their_computations():
+    delayed = jaxpp.delay(train_step_of(OneFOneB()))
+    three, five = (lowered(delayed, OneFOneB(), 2, steps) for steps in (3, 5))
+    assert len(three.bundle.computations) == len(five.bundle.computations)
+
+
 def test_a_step_that_is_not_delayed_stays_in_the_order_of_its_loops():
     for own in rows(lowered(train_step_of(OneFOneB()), OneFOneB(), 0)):
         loops = [loop for _, loop in own]
