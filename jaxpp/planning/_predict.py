@@ -52,6 +52,10 @@ class Moment:
         """All bytes of the device: those of the host are no part of them."""
         return sum(n for kind, n in self.bytes.items() if kind != HOST)
 
+    def __str__(self) -> str:
+        kinds = sorted(self.bytes.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
+
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
@@ -108,9 +112,7 @@ class Prediction:
     def __str__(self) -> str:
         lines = [f"{self.seconds:.6g} s, bubble {self.timeline.bubble_fraction:.1%} of the tasks"]
         for rank, peak in enumerate(self.peaks):
-            kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
-            held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
-            lines.append(f"rank {rank}: {format_bytes(peak.total)} in {peak.running}: {held}")
+            lines.append(f"rank {rank}: {format_bytes(peak.total)} in {peak.running}: {peak}")
         return "\n".join(lines)
 
 
@@ -499,14 +501,12 @@ def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> Non
         )
     for rank, (peak, most) in enumerate(zip(peaks, limits, strict=True)):
         if peak.total > most:
-            kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
-            held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
-            state = sum(n for kind, n in kinds if kind in ("parameters", "optimizer"))
+            state = sum(peak.bytes.get(kind, 0) for kind in ("parameters", "optimizer"))
             alone = " Parameters and optimizer state alone exceed it." if state > most else ""
             raise ValueError(
                 f"predict: rank {rank} needs {format_bytes(peak.total)} in {peak.running}, "
                 f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more "
-                f"than its limit of {format_bytes(most)}: {held}.{alone} Compute activations again "
+                f"than its limit of {format_bytes(most)}: {peak}.{alone} Compute activations again "
                 f"(wrap_forward(f, policy=), or jaxpp.schedules.Recompute), take a "
                 f"schedule that holds fewer microbatches or more of them that are smaller, or "
                 f"split what is there all the time (zero1=, zero3=, more ranks)."

@@ -39,6 +39,7 @@ from jaxpp.transforms.inside import (
 )
 from jaxpp.transforms.place import _build_graph, _conditionals, _distribute, _flat_step, _placement
 from jaxpp.transforms.place._compiled import Compiled, Lowered, load
+from jaxpp.transforms.place._join_loops import join_loops
 from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
@@ -114,7 +115,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     with jax.debug_key_reuse(False):  # tasks may share an array of keys
         for run in PASSES:
             step = passes[run.__name__] = run(step)
-        graph = _build_graph.build(step)
+        graph = join_loops(_build_graph.build(step))
         for edit in request.edits:
             graph = edit(graph)
         bundle = lower(step, graph, assign(step, graph))
