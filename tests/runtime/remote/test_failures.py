@@ -200,9 +200,10 @@ def test_who_waits_for_the_failed_rank_is_released_and_named(mesh, step, tmp_pat
     assert "Waiting for it: rank 0 in receive of" in str(error)
 
 
-def test_workers_that_die_idle_are_noticed_at_the_next_call(mesh, step):
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_that_die_idle_are_noticed_at_the_next_call(mesh, step, end):
     for pid in pids(mesh).values():
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, end)
     began = time.monotonic()
     error = fail(step, calls=1)
     assert time.monotonic() - began < faults.LIMIT
