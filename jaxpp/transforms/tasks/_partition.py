@@ -21,7 +21,7 @@ from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow, m
 
 
 def partition(loop: ScheduledLoop) -> ScheduledLoop:
-    """Makes the tasks of a loop that has been through all `PASSES`.
+    """Makes the tasks of a loop that has been through all passes.
 
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
@@ -164,8 +164,8 @@ def keep_carries(loop: ScheduledLoop) -> ScheduledLoop:
     return loop.with_equations([*copies, *grouped], carry_outs=tuple(outs), ys=ys)
 
 
-#: The passes that a loop goes through before its tasks are made, in order.
-PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
+#: The passes by which each equation of a loop gets a stage, in order; then the schedule is asked.
+STAGE_PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     start_with_zeros,
     _accumulators.split_stacked_sums,
     _accumulators.hand_through_zeros,
@@ -174,6 +174,9 @@ PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     _hoisting.carry_before,
     _accumulators.split_shared_sums,
     place_glue,
+)
+#: The passes of a loop that has its table, before its tasks are made.
+TABLE_PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     _split_backward.split_backwards,
     keep_carries,
 )
