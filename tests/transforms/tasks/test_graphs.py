@@ -15,6 +15,7 @@ from jaxpp.schedules import (
     CATALOGUE,
     Costs,
     FromTable,
+    Kind,
     OneFOneB,
     Recompute,
     Schedule,
@@ -279,6 +280,63 @@ def test_a_graph_has_the_bits_of_any_ranks_and_any_order(loss):
 def test_a_graph_is_proven(loss, schedule):
     step = jaxpp.place(sgd(loss, schedule), mesh_of(2, shared=True))
     jaxpp.testing.assert_computes_the_function(step, layers(4), *data(0))
+
+
+# ---- sums of cotangents -------------------------------------------------------------------------
+
+
+def sent_back(loss, rank_of):
+    """How many arrays of a microbatch rank 1 sends to rank 0."""
+    schedule = dataclasses.replace(ON_TWO, rank_of=rank_of)
+    step = jaxpp.place(scheduled(loss, schedule), mesh_of(2, shared=True))
+    sends = step.lower(layers(4), *data(0)).programs[1].sends
+    return sum(name.endswith(".0") for send in sends for name in send.message.names)
+
+
+@pytest.mark.parametrize("loss", [vision_language, attention_residuals])
+def test_cotangents_of_one_value_are_added_before_they_are_sent(loss):
+    """Stages 2 and 3 read two values of rank 0, or three, of which one twice."""
+    assert sent_back(loss, (0, 0, 1, 1)) == 2
+
+
+def three_readers(coefficients, x):
+    """The first of four stages makes a value that all others read."""
+    first, *others = coefficients
+    value = enter(first * x)
+    total = enter(others[0] * value)
+    total = enter(total + others[1] * value)
+    return jnp.sum(total + others[2] * value)
+
+
+def test_cotangents_are_added_in_the_order_of_the_function():
+    """In float32 the sum of these is 1 in the order of JAX, and 0 in the other one."""
+    coefficients = tuple(map(jnp.float32, (1, 1, -1e8, 1e8)))
+    late, middle, early = coefficients[3], coefficients[2], coefficients[1]
+    assert (late + middle) + early != late + (middle + early)
+    x = jnp.ones((2, 1))
+
+    def loop(rank_of):
+        grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(three_readers), 0), 2)
+        return jaxpp.schedule(grad, dataclasses.replace(ON_TWO, rank_of=rank_of))
+
+    want = jax.grad(three_readers)(coefficients, x[:1])
+    assert want[0] == 1
+    for rank_of in ((0, 1, 1, 1), (0, 1, 0, 1), (0, 0, 1, 1)):
+        got = jaxpp.place(loop(rank_of), mesh_of(2, shared=True))(coefficients, x)
+        assert_same(jaxpp.gather(got), want)
+
+
+def test_stages_that_wait_for_nothing_of_each_other_are_not_made_to():
+    def branches(ws, x, y):
+        root = enter(jnp.tanh(x @ ws[0]))
+        left = enter(jnp.tanh(root @ ws[1]))
+        right = enter(jnp.tanh(root @ ws[2]))
+        return jnp.mean((left * right @ ws[3] - y) ** 2)
+
+    loop = loop_of(scheduled(branches, OneFOneB()), layers(4), *data(0))
+    needs, backward = loop.dependencies, Kind.B
+    found = [{o for kind, o in needs[backward, s] if kind is backward} for s in range(4)]
+    assert found == [{1, 2}, {3}, {3}, set()]
 
 
 # ---- time ---------------------------------------------------------------------------------------
