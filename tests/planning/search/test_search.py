@@ -320,6 +320,18 @@ def test_a_plan_of_towers_is_faster_than_that_of_a_chain():
     assert towers.timeline.table.stage_inputs == towers.setting.graph(towers.choice)
 
 
+@pytest.mark.parametrize("limit", [math.inf, 4.0])
+def test_layers_that_wait_for_nothing_begin_together(limit):
+    """Two layers on two ranks take the time of one, and the bound says so."""
+    own = (1.0, 1.0)
+    apart = Layers(own, backward=own, activation_bytes=(4.0, 4.0), inputs=((), ()))
+    setting = Setting(apart, 2, 1, limit)
+    choice = Choice((0, 1, 2), ((0, 1),), halves=False)
+    assert judge(setting, choice) == lower_bound(setting) == 2.0
+    chain = dataclasses.replace(setting, layers=dataclasses.replace(apart, inputs=()))
+    assert lower_bound(chain) > 2.0
+
+
 def test_a_layer_that_reads_a_later_one_is_refused():
     with pytest.raises(ValueError, match=r"layer 1 reads layers \(2,\)"):
         Layers((1.0,) * 3, backward=(1.0,) * 3, inputs=((), (2,), (1,)))
