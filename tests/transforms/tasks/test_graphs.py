@@ -348,6 +348,23 @@ def test_stages_that_wait_for_nothing_of_each_other_are_not_made_to():
     assert found == [{1, 2}, {3}, {3}, set()]
 
 
+@pytest.mark.parametrize("name", ["clip", "t5"])
+def test_models_have_the_bits_of_any_ranks_and_are_proven(name):
+    case = zoo.CASES[name]
+
+    def step_on(schedule, ranks):
+        step = zoo.train_step(case, zoo.pipelined(case, "path", schedule, 4))
+        return jaxpp.place(step, mesh_of(ranks, shared=True))
+
+    args = (*zoo.start(case), *case.data(0))
+    want = jaxpp.gather(step_on(OneFOneB(), 4)(*args))
+    for rank_of in ((0, 0, 1, 1), (0, 0, 0, 0)):
+        schedule = dataclasses.replace(ON_TWO, rank_of=rank_of)
+        step = step_on(schedule, 1 + max(rank_of))
+        assert_same(jaxpp.gather(step(*args)), want)
+    jaxpp.testing.assert_computes_the_function(step_on(ON_TWO, 2), *args)
+
+
 # ---- time ---------------------------------------------------------------------------------------
 
 
