@@ -245,7 +245,7 @@ def _table(local: LocalStep) -> Table:
     orders: list[list[Task]] = [[] for _ in set(device_of)]
     for rank, chunk in local.order:
         orders[device_of[rank]] += [i.task for i in chunk if isinstance(i, Run) and i.task]
-    return table_of(orders)
+    return table_of(orders, dependencies_of(local.bundle))
 
 
 # ---- the clocks ---------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Plan(Candidate):
     others: tuple[Candidate, ...] = ()
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 6
+    VERSION: ClassVar[int] = 7
 
     @property
     def cuts(self) -> UnitCuts:

@@ -232,8 +232,9 @@ def predict(
     known = isinstance(costs, Costs | Measurement | Trace)
     device = None if known else device_of(costs)
     model = _model(costs, device, bundle, ranks, latency, bandwidth)
-    table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
-    timeline = simulate(table, model, dependencies=dependencies_of(bundle))
+    needs = dependencies_of(bundle)
+    table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs], needs)
+    timeline = simulate(table, model, dependencies=needs)
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
     prediction = _predicted(bundle, ranks, timeline, around)
     limit = device.memory if memory_limit is None and device is not None else memory_limit

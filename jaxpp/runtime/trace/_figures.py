@@ -91,11 +91,15 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return statistics.median(times), float("inf")
 
 
-def table_of(orders: Sequence[Sequence[Task]]) -> Table:
+def table_of(orders: Sequence[Sequence[Task]], dependencies: Dependencies) -> Table:
     """Makes the table of all tasks of a step, in the order of each device."""
     tasks = [task for own in orders for task in own]
     sizes = 1 + max(t.stage for t in tasks), 1 + max(t.microbatch for t in tasks)
-    return Table(tuple(map(tuple, orders)), *sizes)
+    graph = tuple(
+        tuple(sorted(s for kind, s in dependencies.get((Kind.F, stage), ()) if kind is Kind.F))
+        for stage in range(sizes[0])
+    )
+    return Table(tuple(map(tuple, orders)), *sizes, stage_inputs=graph)
 
 
 def timeline_of(table: Table, runs: Sequence[Clocked]) -> Timeline:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpp._program import Bundle, Message, Run
 from jaxpp.runtime.trace import _figures
-from jaxpp.schedules import Costs, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Dependencies, Task, Timeline, simulate
 
 #: A run: its call, its rank, and its position in the rank's program; None where there is no such.
 Where = tuple[int, int, Any]
@@ -149,7 +149,7 @@ class Trace:
             [task for device, task, *_ in clocked if device == d and task]
             for d in range(1 + max(self.device_of))
         ]
-        return _figures.timeline_of(_figures.table_of(orders), clocked)
+        return _figures.timeline_of(_figures.table_of(orders, self._needs(call)), clocked)
 
     def simulated(self, call: int | None = None) -> Timeline:
         """Simulates the tasks of a call, by default a typical one, with the costs of the trace.
@@ -158,8 +158,19 @@ class Trace:
             ValueError: as `timeline` does.
         """
         call = self._chosen(call)
-        needs = _figures.dependencies_of(self.steps[call])
+        needs = self._needs(call)
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
+
+    def _needs(self, call: int) -> Dependencies:
+        """Finds the dependencies of a call's tasks, once for each step."""
+        step = self.steps[call]
+        if id(step) not in self._known:
+            self._known[id(step)] = _figures.dependencies_of(step)
+        return self._known[id(step)]
+
+    @functools.cached_property
+    def _known(self) -> dict[int, Dependencies]:
+        return {}
 
     def costs(self, call: int | None = None) -> Costs:
         """Returns the costs of tasks and transfers, of all calls of the step of a call.
