@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 import jax
 import jax.tree_util as jtu
@@ -39,6 +39,7 @@ def place(
     zero1: str | Sequence[str] = (),
     zero3: str | Sequence[str] = (),
     replica_axis: str = "data",
+    fuse: Literal["none", "pairs"] = "none",
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
 ) -> "Placed[P, R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -82,6 +83,9 @@ def place(
             along it, runs the replicas of a rank one after the other. A batch without replicas that
             is split over an axis has an all-reduce of the gradients in each backward task; there is
             a warning.
+        fuse: `"pairs"` makes one computation of two tasks that the table has run together
+            (`Table.overlaps`; DualPipe has such), so that XLA may run them at the same time. Notes
+            in `as_text()` say which pairs stay apart, and why.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with the function's own argument, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -137,7 +141,7 @@ def place(
     optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
     zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
     request = Request(
-        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis
+        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis, fuse
     )
     return Placed(request, dict(feed or {}))
 

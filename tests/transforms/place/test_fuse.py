@@ -1,0 +1,136 @@
+"""Tasks that a table has run together are one computation: the same bits, or the reason why not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp._program import Run
+from jaxpp.extend import edit_tasks
+from jaxpp.schedules import DualPipe, DualPipeV, FromTable, Kind, Recompute, Task, from_tasks
+from tests.helpers import assert_same, mesh_of
+
+RANKS, M = 2, 6
+X = jax.random.normal(jax.random.key(1), (4 * M, 8))
+
+
+def weights(stages):
+    return list(jax.random.normal(jax.random.key(0), (stages, 8, 8)))
+
+
+def loss_fn(ws, x, act=jnp.tanh):
+    for w in ws[:-1]:
+        x = jaxpp.pipeline_enter_stage(act(x @ w) * jnp.exp(-ws[0].sum()))
+    return jnp.mean((x @ ws[-1]) ** 2), x.sum(-1)  # the tied weight is read by all stages
+
+
+def placed(schedule, stages, fuse="pairs", mesh=None, fun=loss_fn, microbatches=M):
+    grad = jax.value_and_grad(jaxpp.wrap_forward(fun), has_aux=True)
+    grad = jaxpp.microbatch(grad, microbatches, reduce=(("mean", "stack"), "mean"))
+
+    def step(ws, x):
+        out, grads = jaxpp.schedule(grad, schedule)(ws, x)
+        return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], out
+
+    return jaxpp.place(step, mesh or mesh_of(RANKS), donate_argnums=0, fuse=fuse)
+
+
+def run(step, stages):
+    return jax.device_get(step(weights(stages), X))
+
+
+def runs(step):
+    return [i for p in step.programs for i in p.instructions if isinstance(i, Run) and i.task]
+
+
+def own(orders, overlaps, **options):
+    return FromTable(from_tasks([o.split() for o in orders], overlaps=overlaps, **options))
+
+
+ALIKE_ORDERS = [
+    "F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 B0.0 B0.1 B0.2 B0.3 B0.4 B0.5",
+    "F1.0 F1.1 F1.2 F1.3 F1.4 F1.5 B1.0 B1.1 B1.2 B1.3 B1.4 B1.5",
+]
+#: Pairs of two microbatches of a stage: they write the same sums, and results of one buffer.
+ALIKE = own(ALIKE_ORDERS, ["F0.0", "F1.0", "F1.2", "B0.0", "B0.2", "B1.2", "B1.4"])
+#: A forward and a backward of one stage, which read the same weight.
+BESIDE = own(
+    ["F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 F0.4 B0.2 F0.5 B0.3 B0.4 B0.5"]
+    + ["F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 F1.4 B1.3 F1.5 B1.4 B1.5"],
+    ["F0.3", "F0.4", "F1.1"],
+)
+CASES = [
+    (DualPipe(), 2, 4),
+    (DualPipeV(), 4, 5),
+    (Recompute(DualPipeV()), 4, 5),
+    (ALIKE, 2, 7),
+    (BESIDE, 2, 3),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "pairs"), CASES)
+def test_pairs_are_one_computation_and_give_the_same_bits(schedule, stages, pairs):
+    alone, together = (placed(schedule, stages, fuse) for fuse in ("none", "pairs"))
+    want = run(alone, stages)
+    assert_same(run(together, stages), want)
+    proofs = [jaxpp.certify(step, weights(stages), X) for step in (alone, together)]
+    assert len({(p.exact, p.regrouped, p.results) for p in proofs}) == 1
+    fused = [r for r in runs(together) if r.others]
+    assert len(fused) >= pairs and not together.bundle.notes
+    assert all(r.label == "+".join(map(str, r.tasks)) for r in fused)
+    tasks = [[t for r in runs(step) for t in r.tasks] for step in (alone, together)]
+    assert set(tasks[0]) == set(tasks[1]) and len(tasks[0]) == len(tasks[1])
+    assert len(runs(alone)) == len(runs(together)) + len(fused)
+
+
+def test_equal_pairs_share_a_computation():
+    step = placed(DualPipeV(), 4, microbatches=8)
+    lowered = step.lower(weights(4), jnp.tile(X, (2, 1))[:32])
+    fused = [r for r in runs(lowered) if r.others]
+    kinds = {tuple((t.kind, t.stage) for t in r.tasks) for r in fused}
+    assert len({r.computation for r in fused}) <= len(kinds) < len(fused)
+
+
+def test_a_pair_that_would_wait_for_itself_stays_apart():
+    """Its second task reads what another rank makes of the first: an edit asks for it anyway."""
+    want = Task(Kind.B, 0, 0)
+
+    def join(graph):
+        tasks = [
+            dataclasses.replace(t, beside=want) if t.task == Task(Kind.F, 0, 5) else t
+            for t in graph.tasks
+        ]
+        return dataclasses.replace(graph, tasks=tuple(tasks))
+
+    step = edit_tasks(placed(own(ALIKE_ORDERS, []), 2), join)
+    lowered = step.lower(weights(2), X)
+    assert not any(r.others for r in runs(lowered))
+    (note,) = lowered.bundle.notes
+    assert "F0.5 and B0.0" in note and "of rank 1" in note
+    assert note in lowered.as_text()
+    assert_same(run(step, 2), run(placed(own(ALIKE_ORDERS, []), 2, "none"), 2))
+
+
+def prints(x):
+    jax.debug.callback(lambda v: None, x.sum())
+    return jnp.tanh(x)
+
+
+def calls(x):
+    return jax.pure_callback(np.tanh, x, x, vmap_method="sequential")
+
+
+@pytest.mark.parametrize("act", [prints, jax.custom_jvp(calls)])
+def test_tasks_that_call_back_stay_apart(act):
+    if isinstance(act, jax.custom_jvp):
+        act.defjvp(lambda x, dx: (calls(*x), dx[0]))
+    fun = functools.partial(loss_fn, act=act)
+    step = placed(ALIKE, 2, fun=fun)
+    assert_same(run(step, 2), run(placed(ALIKE, 2, "none", fun=fun), 2))
+    assert "F0 calls back to Python" in step.as_text()
+    labels = [r.label for r in runs(step) if r.others]
+    assert "F0.0+F0.1" not in labels and "F1.0+F1.1" in labels
