@@ -45,12 +45,14 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
                 case Free(slots):
                     for slot in slots:
                         made.pop(slot, None)
-    read: list[tuple[Task, Task]] = []
+    runs = [i for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
+    # What a task reads of another one in the same run is in no slot.
+    read = [pair[::-1] for run in runs for pair in itertools.combinations(run.tasks, 2)]
     for run, maker in reads:
         while isinstance(maker, tuple):
             maker = sent[maker]
         if maker and maker.loop == run.loop:
-            read += itertools.product(run.tasks, maker.tasks)
+            read.extend(itertools.product(run.tasks, maker.tasks))
     for reader, task in read:
         # An offload comes after tasks of its rank that read the same.
         if reader.kind is not Kind.O and task.microbatch == reader.microbatch:
@@ -96,7 +98,9 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 def table_of(runs: Sequence[Sequence[Sequence[Task]]]) -> Table:
     """Makes the table of all tasks of a step, of the tasks of each run of each device."""
     orders = [list(itertools.chain(*own)) for own in runs]
-    overlaps = frozenset(task for own in runs for joined in own for task in joined[:-1])
+    # Tasks that ran as one but need each other, which are of one microbatch, do not overlap.
+    pairs = (pair for own in runs for joined in own for pair in itertools.pairwise(joined))
+    overlaps = frozenset(a for a, b in pairs if a.microbatch != b.microbatch)
     tasks = list(itertools.chain(*orders))
     sizes = 1 + max(t.stage for t in tasks), 1 + max(t.microbatch for t in tasks)
     return Table(tuple(map(tuple, orders)), *sizes, overlaps=overlaps)

@@ -27,7 +27,7 @@ from jaxpp._specs import Spec, axis_sizes, replicated, type_of
 from jaxpp.jaxprs import Eqn
 from jaxpp.transforms._signature import Signature, with_keywords, without_keywords
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.graph import TaskGraph, assign, fuse, lower
+from jaxpp.transforms.graph import Fuse, TaskGraph, assign, fuse, lower
 from jaxpp.transforms.inside import (
     automatic,
     cost_of_sharing,
@@ -56,7 +56,7 @@ class Request:
         out_specs: a prefix of the results.
         zero: for each role, the axes over which arguments of that role are split further.
         replica_axis: the axis whose devices have replicas of their own.
-        fuse: which tasks become one computation: `"none"`, or `"pairs"`.
+        fuse: which tasks become one computation.
         edits: what `edit_tasks` does to the tasks, in order.
     """
 
@@ -68,7 +68,7 @@ class Request:
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
     replica_axis: str
-    fuse: str = "none"
+    fuse: Fuse = "none"
     edits: tuple[Callable[[TaskGraph], TaskGraph], ...] = ()
 
 
@@ -119,9 +119,8 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
         graph = _build_graph.build(step)
         for edit in request.edits:
             graph = edit(graph)
-        specs, notes = assign(step, graph), ()
-        if request.fuse == "pairs":
-            graph, notes = fuse(graph)
+        specs = assign(step, graph)
+        graph, notes = fuse(graph, request.fuse)
         bundle = lower(step, graph, specs)
     if note := cost_of_sharing(step):
         warn(f"place: {note}")

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal
+from typing import Any, Generic, get_args
 
 import jax
 import jax.tree_util as jtu
@@ -18,7 +18,7 @@ from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
 from jaxpp.jaxprs import P, R, check_arrays, without_collections, without_mesh
 from jaxpp.transforms._signature import Signature, as_positional, positional
-from jaxpp.transforms.graph import TaskGraph
+from jaxpp.transforms.graph import Fuse, TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, as_mesh, check_positions, lower_step
@@ -39,7 +39,7 @@ def place(
     zero1: str | Sequence[str] = (),
     zero3: str | Sequence[str] = (),
     replica_axis: str = "data",
-    fuse: Literal["none", "pairs"] = "none",
+    fuse: Fuse = "none",
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
 ) -> "Placed[P, R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -85,7 +85,8 @@ def place(
             a warning.
         fuse: `"pairs"` makes one computation of two tasks that the table has run together
             (`Table.overlaps`; DualPipe has such), so that XLA may run them at the same time. Notes
-            in `as_text()` say which pairs stay apart, and why.
+            in `as_text()` say which pairs stay apart, and why. `"chains"` does the same with all
+            tasks of a rank that have no message between them: fewer calls, and more to compile.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with the function's own argument, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -135,6 +136,8 @@ def place(
                 f"place: {name} splits arrays inside a rank, but each rank of the mesh is one "
                 f"device. Give the mesh further axes: jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
             )
+    if fuse not in get_args(Fuse):
+        raise ValueError(f"place: fuse is one of {get_args(Fuse)}, got {fuse!r}.")
     if replica_axis != "data":
         _axes_inside("replica_axis", replica_axis, inside)
     parameter_axes = _axes_inside("zero3", zero3, inside)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def loss_fn(ws, x, act=jnp.tanh):
     return jnp.mean((x @ ws[-1]) ** 2), x.sum(-1)  # the tied weight is read by all stages
 
 
-def placed(schedule, stages, fuse="pairs", mesh=None, fun=loss_fn, microbatches=M):
+def placed(schedule, stages, fuse: Any = "pairs", mesh=None, fun=loss_fn, microbatches=M):
     grad = jax.value_and_grad(jaxpp.wrap_forward(fun), has_aux=True)
     grad = jaxpp.microbatch(grad, microbatches, reduce=(("mean", "stack"), "mean"))
 
