@@ -858,7 +858,7 @@ _CONTEXT_FIELDS = [n for n in core.JaxprEqnContext.__slots__ if n not in ("confi
 def _make_context(*fields: Any) -> Any:
     create: Any = core.JaxprEqnContext._create
     *others, metadata = fields
-    return create(*others, metadata and tuple(sorted(metadata.items())))
+    return create(*others, None if metadata is None else tuple(sorted(metadata.items())))
 
 
 @functools.lru_cache(maxsize=4096)

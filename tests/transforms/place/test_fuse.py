@@ -2,17 +2,29 @@
 
 import dataclasses
 import functools
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from jaxpp._program import Run
+from jaxpp._program import Receive, Run, Send
 from jaxpp.extend import edit_tasks
-from jaxpp.schedules import DualPipe, DualPipeV, FromTable, Kind, Recompute, Task, from_tasks
+from jaxpp.schedules import (
+    DualPipe,
+    DualPipeV,
+    FromTable,
+    Kind,
+    OneFOneB,
+    Recompute,
+    Task,
+    ZeroBubbleH1,
+    from_tasks,
+)  # fmt: skip
 from tests.helpers import assert_same, mesh_of
 
 RANKS, M = 2, 6
@@ -29,23 +41,28 @@ def loss_fn(ws, x, act=jnp.tanh):
     return jnp.mean((x @ ws[-1]) ** 2), x.sum(-1)  # the tied weight is read by all stages
 
 
-def placed(schedule, stages, fuse: Any = "pairs", mesh=None, fun=loss_fn, microbatches=M):
+def placed(schedule, stages, fuse: Any = "pairs", mesh=None, fun=loss_fn, m=M, **options):
     grad = jax.value_and_grad(jaxpp.wrap_forward(fun), has_aux=True)
-    grad = jaxpp.microbatch(grad, microbatches, reduce=(("mean", "stack"), "mean"))
+    grad = jaxpp.microbatch(grad, m, reduce=(("mean", "stack"), "mean"))
 
     def step(ws, x):
         out, grads = jaxpp.schedule(grad, schedule)(ws, x)
         return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], out
 
-    return jaxpp.place(step, mesh or mesh_of(RANKS), donate_argnums=0, fuse=fuse)
+    return jaxpp.place(step, mesh or mesh_of(RANKS), donate_argnums=0, fuse=fuse, **options)
 
 
 def run(step, stages):
     return jax.device_get(step(weights(stages), X))
 
 
+def by_rank(step):
+    found = ([i for i in p.instructions if isinstance(i, Run)] for p in step.programs)
+    return [[run for run in own if run.task] for own in found]
+
+
 def runs(step):
-    return [i for p in step.programs for i in p.instructions if isinstance(i, Run) and i.task]
+    return [run for own in by_rank(step) for run in own]
 
 
 def own(orders, overlaps, **options):
@@ -73,23 +90,51 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("fuse", ["pairs", "chains"])
 @pytest.mark.parametrize(("schedule", "stages", "pairs"), CASES)
-def test_pairs_are_one_computation_and_give_the_same_bits(schedule, stages, pairs):
-    alone, together = (placed(schedule, stages, fuse) for fuse in ("none", "pairs"))
-    want = run(alone, stages)
-    assert_same(run(together, stages), want)
+def test_fused_tasks_are_one_computation_and_give_the_same_bits(schedule, stages, pairs, fuse):
+    alone, together = (placed(schedule, stages, which) for which in ("none", fuse))
+    assert_same(run(together, stages), run(alone, stages))
     proofs = [jaxpp.certify(step, weights(stages), X) for step in (alone, together)]
     assert len({(p.exact, p.regrouped, p.results) for p in proofs}) == 1
     fused = [r for r in runs(together) if r.others]
     assert len(fused) >= pairs and not together.bundle.notes
     assert all(r.label == "+".join(map(str, r.tasks)) for r in fused)
-    tasks = [[t for r in runs(step) for t in r.tasks] for step in (alone, together)]
-    assert set(tasks[0]) == set(tasks[1]) and len(tasks[0]) == len(tasks[1])
-    assert len(runs(alone)) == len(runs(together)) + len(fused)
+    orders = [[[t for r in own for t in r.tasks] for own in by_rank(s)] for s in (alone, together)]
+    assert orders[0] == orders[1]
+    before, after = (p.instructions for step in (alone, together) for p in step.programs[:1])
+    assert len(after) < len(before)
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
+def test_a_chain_is_all_that_has_no_message_inside(schedule):
+    alone, together = (placed(schedule, 2, which) for which in ("none", "chains"))
+    assert_same(run(together, 2), run(alone, 2))
+    for program, own in zip(alone.programs, by_rank(together), strict=True):
+        chains: list[list[Task]] = [[]]
+        for i in program.instructions:
+            if isinstance(i, Send | Receive):
+                chains.append([])
+            elif isinstance(i, Run):
+                chains[-1] += i.tasks
+        assert [list(r.tasks) for r in own] == list(filter(None, chains))
+
+
+@pytest.mark.parametrize("fuse", ["pairs", "chains"])
+def test_fused_tasks_of_ranks_of_two_devices_give_the_same_bits(fuse):
+    def run_on_two(which):
+        mesh = jaxpp.MpmdMesh((RANKS, 2), ("mpmd", "data"))
+        specs = {"in_specs": (P(), P("data")), "zero3": "data"}
+        step = placed(DualPipe(), 2, which, mesh, **specs)
+        return run(step, 2), step
+
+    (want, _), (got, step) = map(run_on_two, ("none", fuse))
+    assert_same(got, want)
+    assert any(r.others for r in runs(step))
 
 
 def test_equal_pairs_share_a_computation():
-    step = placed(DualPipeV(), 4, microbatches=8)
+    step = placed(DualPipeV(), 4, m=8)
     lowered = step.lower(weights(4), jnp.tile(X, (2, 1))[:32])
     fused = [r for r in runs(lowered) if r.others]
     kinds = {tuple((t.kind, t.stage) for t in r.tasks) for r in fused}
@@ -135,3 +180,26 @@ def test_tasks_that_call_back_stay_apart(act):
     assert "F0 calls back to Python" in step.as_text()
     labels = [r.label for r in runs(step) if r.others]
     assert "F0.0+F0.1" not in labels and "F1.0+F1.1" in labels
+
+
+def test_predictions_and_traces_know_what_runs_as_one(tmp_path):
+    mesh = mesh_of(RANKS)
+    step = placed(DualPipe(), 2, mesh=mesh)
+    run(step, 2)
+    mesh.start_trace(tmp_path)
+    run(step, 2)
+    trace = mesh.stop_trace()
+    fused = {r.label: r.tasks for r in runs(step) if r.others}
+    assert {r.label: r.tasks for r in trace.runs if r.others} == fused
+    assert trace.simulated().makespan > 0
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {e["name"] for e in events if e["name"] in fused} == set(fused)
+    measured = jaxpp.measure(step, weights(2), X, repeats=1)
+    for timeline in (
+        trace.timeline(),
+        measured.timeline,
+        jaxpp.predict(step, weights(2), X, costs=measured).timeline,
+        jaxpp.predict(step, weights(2), X, costs="h100").timeline,
+    ):
+        spans = {s.task: (s.start, s.end) for s in timeline.spans}
+        assert all(len({spans[task] for task in tasks}) == 1 for tasks in fused.values())
