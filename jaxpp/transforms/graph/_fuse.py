@@ -97,8 +97,8 @@ def _problem(first: GraphTask, second: GraphTask, late: Sequence[GraphTask] = ()
         if jaxpr.effects or any(jaxprs.contains(e, _calls_back) for e in jaxpr.eqns):
             return f"{task.body.name} calls back to Python, or has another effect"
         if task.waits or not task.task or task.task.kind.lane == "copy":
-            return f"{task.body.name} does not compute alone"
-    return ""
+            return f"{task.body.name} copies, or is no task of a loop"
+    return "they are of two loops" if first.loop != second.loop else ""
 
 
 def _calls_back(eqn: Any) -> bool:

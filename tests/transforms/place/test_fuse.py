@@ -161,6 +161,26 @@ def test_a_pair_that_would_wait_for_itself_stays_apart():
     assert_same(run(step, 2), run(placed(own(ALIKE_ORDERS, []), 2, "none"), 2))
 
 
+def test_of_two_pairs_that_would_wait_for_each_other_one_stays_apart():
+    """`B0.0` reads what `B1.0` makes, and `F1.1` what `F0.1` makes."""
+    wanted = {
+        Task(Kind.F, 0, 1): Task(Kind.B, 0, 0),
+        Task(Kind.B, 1, 0): Task(Kind.F, 1, 1),
+    }
+
+    def join(graph):
+        tasks = [dataclasses.replace(t, beside=wanted.get(t.task)) for t in graph.tasks]
+        find = {t.label: t for t in tasks}
+        tasks.remove(find["F1.1"])  # it stands between the tasks of the other pair
+        tasks.insert(tasks.index(find["B1.0"]) + 1, find["F1.1"])
+        return dataclasses.replace(graph, tasks=tuple(tasks))
+
+    step = edit_tasks(placed(OneFOneB(), 2), join)
+    assert_same(run(step, 2), run(placed(OneFOneB(), 2, "none"), 2))
+    assert [r.label for r in runs(step) if r.others] == ["F0.1+B0.0"]
+    assert "B1.0 and F1.1" in step.as_text()
+
+
 def prints(x):
     jax.debug.callback(lambda v: None, x.sum())
     return jnp.tanh(x)
