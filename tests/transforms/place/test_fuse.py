@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from jaxpp import _compat, jaxprs
 from jaxpp._program import Receive, Run, Send
 from jaxpp.extend import edit_tasks
 from jaxpp.schedules import (
@@ -139,6 +140,27 @@ def test_equal_pairs_share_a_computation():
     fused = [r for r in runs(lowered) if r.others]
     kinds = {tuple((t.kind, t.stage) for t in r.tasks) for r in fused}
     assert len({r.computation for r in fused}) <= len(kinds) < len(fused)
+
+
+def test_elsewhere_than_on_cpu_the_tasks_are_not_calls():
+    """XLA overlaps what is in one computation; a barrier stands before each task."""
+    lowered = placed(DualPipe(), 2).lower(weights(2), X)
+    computation = lowered.bundle.computations[
+        next(r for r in runs(lowered) if r.others).computation
+    ]
+    inlined = jaxprs.inline(computation.jaxpr, _compat.is_call_apart)
+    assert sum(map(_compat.is_call_apart, computation.jaxpr.eqns)) == 2
+    assert not any(map(_compat.is_call_apart, inlined.eqns))
+    assert sum(e.primitive.name == "optimization_barrier" for e in inlined.eqns) == 2
+    keys = jax.random.split(jax.random.key(2), len(inlined.in_avals))
+    args = [
+        jax.random.normal(key, a.shape) if a.dtype == jnp.float32 else jnp.ones(a.shape, a.dtype)
+        for key, a in zip(keys, inlined.in_avals, strict=True)
+    ]
+    got, want = (
+        jax.jit(functools.partial(jaxprs.run, own))(*args) for own in (inlined, computation.jaxpr)
+    )
+    assert_same(got, want)
 
 
 def test_a_pair_that_would_wait_for_itself_stays_apart():
