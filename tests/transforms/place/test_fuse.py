@@ -245,3 +245,8 @@ def test_predictions_and_traces_know_what_runs_as_one(tmp_path):
     ):
         spans = {s.task: (s.start, s.end) for s in timeline.spans}
         assert all(len({spans[task] for task in tasks}) == 1 for tasks in fused.values())
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match=r"fuse is one of .*'pairs'.*, got 'all'"):
+        placed(DualPipe(), 2, "all")
