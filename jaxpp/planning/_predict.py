@@ -233,7 +233,7 @@ def predict(
     device = None if known else device_of(costs)
     model = _model(costs, device, bundle, ranks, latency, bandwidth)
     needs = dependencies_of(bundle)
-    table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs], needs)
+    table = table_of([[run.tasks for run in _runs(p)] for p in bundle.programs], needs)
     timeline = simulate(table, model, dependencies=needs)
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
     prediction = _predicted(bundle, ranks, timeline, around)
@@ -313,7 +313,7 @@ def _runs(program: Program) -> list[Run]:
 
 def _for_each_loop(costs: Costs, bundle: Bundle) -> Costs:
     """Lets costs of stages count for those of each loop of a step, which are numbered on."""
-    each = [(r.loop, r.task.stage) for p in bundle.programs for r in _runs(p) if r.task]
+    each = [(r.loop, t.stage) for p in bundle.programs for r in _runs(p) for t in r.tasks]
     firsts = {loop: min(s for other, s in each if other == loop) for loop in dict(each)}
     if len(firsts) < 2:
         return costs
@@ -341,10 +341,11 @@ def _for_each_loop(costs: Costs, bundle: Bundle) -> Costs:
 def _placement(bundle: Bundle, loop: Any) -> list[int]:
     """Returns the rank of each stage of a loop."""
     ranks = {
-        run.task.stage: rank
+        task.stage: rank
         for rank, program in enumerate(bundle.programs)
         for run in _runs(program)
-        if run.task and run.loop == loop
+        for task in run.tasks
+        if run.loop == loop
     }
     return [ranks[stage] for stage in sorted(ranks)]
 
@@ -362,14 +363,15 @@ def _costs_on(
         ValueError: the step offloads, and nobody knows how fast the device copies.
     """
     times: dict[Key, float] = {}
+    joined: dict[Key, float] = {}  # of tasks that run as one: equal parts of its time
     sent: dict[Key, int] = {}
     for program, own in zip(bundle.programs, ranks, strict=True):
-        last: Key | None = None
+        last: list[Key] = []
         for instruction in program.instructions:
             if isinstance(instruction, Run):
                 task = instruction.task
-                last = (task.kind, task.stage) if task else None
-                if task and last and task.kind.lane == "copy":
+                last = [(t.kind, t.stage) for t in instruction.tasks]
+                if task and task.kind.lane == "copy":
                     if not device.host_bandwidth:
                         raise ValueError(
                             f"predict: {task.describe()} copies to host memory or back, and the "
@@ -380,14 +382,17 @@ def _costs_on(
                     specs = copied.out_specs or ((),) * len(copied.jaxpr.out_avals)
                     each = zip(copied.jaxpr.out_avals, specs, strict=True)
                     nbytes = sum(array_bytes(aval, spec, own.axes) for aval, spec in each)
-                    times[last] = nbytes / device.host_bandwidth
-                elif last:
+                    times[last[0]] = nbytes / device.host_bandwidth
+                else:
                     found = own.analyses[instruction.computation]
-                    times[last] = device.seconds(found.flops, found.accessed_bytes)
-            elif isinstance(instruction, Send) and last:
-                sent[last] = max(sent.get(last, 0), instruction.message.nbytes)
+                    seconds = device.seconds(found.flops, found.accessed_bytes) / (len(last) or 1)
+                    known = times if len(last) == 1 else joined
+                    known.update(dict.fromkeys(last, seconds))
+            elif isinstance(instruction, Send):
+                for key in last:
+                    sent[key] = max(sent.get(key, 0), instruction.message.nbytes)
     return Costs.measured(
-        times,
+        {**joined, **times},
         latency=latency,
         bandwidth=bandwidth,
         edge_bytes=lambda task: sent.get((task.kind, task.stage), 0),

@@ -348,8 +348,8 @@ def _times(bundle: Bundle, runs: Sequence[Clocked]) -> dict[Key, float]:
     own = [i for i in program.instructions if isinstance(i, Run)]
     computations = {run.task: run.computation for run in own if run.task}
     seconds: dict[int, list[float]] = {}
-    for _, task, start, end in runs:
-        if task:
+    for _, tasks, start, end in runs:
+        for task in tasks:
             seconds.setdefault(computations[task], []).append(end - start)
     return {
         (task.kind, task.stage): statistics.median(seconds[number])

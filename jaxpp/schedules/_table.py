@@ -158,7 +158,8 @@ class Table:
         """Returns the same table with every `B` written as `I`, then `W`.
 
         A table that splits some of its backwards is run so: the halves are computations of their
-        own, and a `B` is one after the other.
+        own, and a `B` is one after the other. What overlaps with a `B` overlaps with the half that
+        is next to it.
 
         >>> tasks = (Task(Kind.F, 0, 0), Task(Kind.B, 0, 0))
         >>> print(*Table((tasks,), num_stages=1, num_microbatches=1).with_halves().ranks[0])
@@ -173,7 +174,11 @@ class Table:
             )
             for tasks in self.ranks
         )
-        return dataclasses.replace(self, ranks=ranks, overlaps=frozenset())
+        overlaps = frozenset(
+            dataclasses.replace(task, kind=halves.get(task.kind, (task.kind,))[-1])
+            for task in self.overlaps
+        )
+        return dataclasses.replace(self, ranks=ranks, overlaps=overlaps)
 
     def with_recomputation(self, which: Callable[[Task], bool]) -> "Table":
         """Returns the same table with an `R` right before the backward of some forwards.

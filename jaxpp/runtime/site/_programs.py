@@ -166,7 +166,8 @@ def _lines_of(bundle: Bundle) -> dict[str, str]:
                 if run.computation not in line_of:
                     lines = _source_lines(bundle.computations[run.computation].jaxpr)
                     line_of[run.computation] = next(lines, "")
-                stage = f"stage {run.task.stage}" if run.task else ""
+                stages = " and ".join(dict.fromkeys(str(task.stage) for task in run.tasks))
+                stage = f"stage {stages}" if stages else ""
                 found[run.label] = ", ".join(filter(None, (stage, line_of[run.computation])))
     return found
 

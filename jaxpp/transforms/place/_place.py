@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, get_args
 
 import jax
 import jax.tree_util as jtu
@@ -18,7 +18,7 @@ from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
 from jaxpp.jaxprs import P, R, check_arrays, without_collections, without_mesh
 from jaxpp.transforms._signature import Signature, as_positional, positional
-from jaxpp.transforms.graph import TaskGraph
+from jaxpp.transforms.graph import Fuse, TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, as_mesh, check_positions, lower_step
@@ -39,6 +39,7 @@ def place(
     zero1: str | Sequence[str] = (),
     zero3: str | Sequence[str] = (),
     replica_axis: str = "data",
+    fuse: Fuse = "none",
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
 ) -> "Placed[P, R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -82,6 +83,10 @@ def place(
             along it, runs the replicas of a rank one after the other. A batch without replicas that
             is split over an axis has an all-reduce of the gradients in each backward task; there is
             a warning.
+        fuse: `"pairs"` makes one computation of two tasks that the table has run together
+            (`Table.overlaps`; DualPipe has such), so that XLA may run them at the same time. Notes
+            in `as_text()` say which pairs stay apart, and why. `"chains"` does the same with all
+            tasks of a rank that have no message between them: fewer calls, and more to compile.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with the function's own argument, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -131,13 +136,15 @@ def place(
                 f"place: {name} splits arrays inside a rank, but each rank of the mesh is one "
                 f"device. Give the mesh further axes: jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
             )
+    if fuse not in get_args(Fuse):
+        raise ValueError(f"place: fuse is one of {get_args(Fuse)}, got {fuse!r}.")
     if replica_axis != "data":
         _axes_inside("replica_axis", replica_axis, inside)
     parameter_axes = _axes_inside("zero3", zero3, inside)
     optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
     zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
     request = Request(
-        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis
+        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis, fuse
     )
     return Placed(request, dict(feed or {}))
 
