@@ -16,6 +16,7 @@ import jaxpp
 from jaxpp import schedules
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 8, 16, 4, 10
+TRANSPORT: Any = os.environ.get("JAXPP_TEST_TRANSPORT", "sockets")
 
 #: The case's axes, number of layers, schedule, and options.
 CASES = {
@@ -87,7 +88,7 @@ def train(case, mesh):
 
 
 def bitwise(case, folder):
-    with jaxpp.LaunchedMpmdMesh(*axes_of(case)) as mesh:
+    with jaxpp.LaunchedMpmdMesh(*axes_of(case), transport=TRANSPORT) as mesh:
         losses, state = train(case, mesh)
         np.savez(folder / f"{mesh.process}.npz", np.array(losses), *state)
     assert "ray" not in sys.modules
@@ -179,7 +180,9 @@ def faulty(folder, fault):
 
     me = int(os.environ["RANK"])
     limit = float(os.environ.get("JAXPP_TEST_START_TIMEOUT", "60"))
-    mesh = jaxpp.LaunchedMpmdMesh((2,), heartbeat_timeout=2.0, start_timeout=limit)
+    mesh = jaxpp.LaunchedMpmdMesh(
+        (2,), transport=TRANSPORT, heartbeat_timeout=2.0, start_timeout=limit
+    )
     with mesh:
         if fault == "unequal" and me == 1:
             global MICROBATCHES
