@@ -215,4 +215,4 @@ def _puts(homes: Mapping[int, Home], sizes: Mapping[str, int], group: LaunchedGr
         for of_process in told.values()
         for rank, own in of_process.items()
     }
-    return Puts(every | homes, homes.keys(), group.meet_compiled)
+    return Puts({**every, **homes}, homes.keys(), group.meet_compiled)

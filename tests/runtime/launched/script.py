@@ -96,7 +96,7 @@ def bitwise(case, folder):
 
 def composes(folder):
     """All else that a mesh does."""
-    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+    with jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT) as mesh:
         step = placed("callbacks", mesh)
         made = step.initialize(make_state, jax.random.key(0), rest=(0,))
         *state, loss = step(*made, 0)
@@ -116,7 +116,9 @@ def composes(folder):
         assert len(trace.calls) == 1 and all(trace.steps.values())
         assert "are proven" in str(jaxpp.certify(step, *state, 2))
         lowered = step.lower(*state, 2).compile()
-        assert len(lowered.describe().ranks) == 2
+        description = lowered.describe()
+        assert len(description.ranks) == 2
+        (folder / f"notes{mesh.process}").write_text("\n".join(description.notes))
         print(f"loss {loss} of {mesh!r} in process {mesh.process}", flush=True)
 
 
@@ -152,11 +154,35 @@ def managed(folder):
 
 def twice(folder):
     """One mesh after the other; the second ends with the script."""
-    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+    with jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT) as mesh:
         placed("plain", mesh)(*begin(2), 0)
-    mesh = jaxpp.LaunchedMpmdMesh((2,))
+    mesh = jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT)
     *_, loss = placed("plain", mesh)(*begin(2), 0)
     (folder / f"loss{mesh.process}").write_text(str(loss))
+
+
+def disordered(folder):
+    """The order of transfers is wrong, alike in both processes: so no step is placed."""
+    del folder
+    from jaxpp.runtime.launched import _group
+
+    right = _group.transfers_of
+    _group.transfers_of = lambda *args: right(*args)[::-1]  # pyright: ignore
+    with jaxpp.LaunchedMpmdMesh((2,), transport="device_put") as mesh:
+        try:
+            placed("plain", mesh).lower(*begin(2), 0).compile()
+        except ValueError as error:
+            print(error, flush=True)
+
+
+def late(folder):
+    """The mesh is asked for once JAX has been used."""
+    del folder
+    jnp.zeros(()).block_until_ready()
+    try:
+        jaxpp.LaunchedMpmdMesh((2,), transport="device_put")
+    except ValueError as error:
+        print(error, flush=True)
 
 
 def loose(folder):
@@ -226,7 +252,7 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, managed, twice, loose, faulty)
+    others = (composes, managed, twice, disordered, late, loose, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder))
