@@ -81,17 +81,18 @@ class LaunchedGroup(Group):
         timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
         self._watch = LaunchedWatch(self, self._members, timeout)
         self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
+        self._watch.start()
         try:
             self._begin(settings, *start(secret, self.hub.address, self))
         except BaseException as error:
             self.fail(error)
+            self._watch.close()
             self.hub.close()
             raise
 
     def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
         """Begins to work with the other processes."""
         self._process.have(transport, lambda reference: reference)
-        self._watch.start()
         self._process.end.add_done_callback(lambda end: self.report(end.result()))
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
@@ -341,7 +342,8 @@ class LaunchedGroup(Group):
 
     def end_work(self, reason: str) -> None:
         """Ends the work of this process's ranks."""
-        self._process.abort(reason)
+        if self._process.transport is not None:  # it has begun
+            self._process.abort(reason)
 
     def stop(self) -> None:
         """Leaves the other processes; waits for them first, where all is well."""
