@@ -129,9 +129,9 @@ def one_way(rank, pipe, case):
                 transport.begin(repeat * case.rounds + n)
                 if rank == 0:
                     transport.send(arrived, there)
-                    arrived = transport.receive(back)
+                    arrived = jax.block_until_ready(transport.receive(back))
                 else:
-                    arrived = transport.receive(there)
+                    arrived = jax.block_until_ready(transport.receive(there))
                     transport.send(arrived, back)
             transport.flush()
             samples.append((time.perf_counter() - start) / case.rounds / 2)

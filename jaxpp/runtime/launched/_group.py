@@ -352,7 +352,8 @@ class LaunchedGroup(Group):
                 return
             try:
                 if not self._watch.fails:
-                    self.meet("shuts the mesh down", None).values()
+                    dispatched = self._lanes.call(Process.reach)  # the next mesh begins as far
+                    self._bring(self._arrive("shuts the mesh down"), dispatched).values()
                 self._watch.check()  # it may have come after another number of calls
             finally:
                 self.stopped = True

@@ -73,11 +73,15 @@ class Puts:
 
     def begin(self, program: int) -> None:
         """Issues what is left of the program before, and begins another."""
-        self._issue_before(len(self._order))
+        self.end()
         self._order, self._next = self._orders.get(program, []), 0
         self._places = {put.message.tag: n for n, put in enumerate(self._order)}
         self._mail.clear()
         self._recent.clear()
+
+    def end(self) -> None:
+        """Issues what is left of the program: transfers between other processes."""
+        self._issue_before(len(self._order))
 
     def carries(self, message: Message) -> bool:
         """Tells whether a message of the program that runs is one of its transfers."""

@@ -394,6 +394,8 @@ class SocketTransport:
         if self._closed:
             return
         self._closed = True
+        if self._puts is not None and self.connections.error is None:
+            self._puts.end()
         deadline = time.monotonic() + 5
         for thread in self.connections.end():
             if thread is not threading.current_thread():
