@@ -488,7 +488,7 @@ class InterruptAt:
         sys.setprofile(self.see)
 
     def see(self, frame, event, _):
-        files = ("jaxpp/runtime/remote/", "threading.py", "contextlib.py")
+        files = ("jaxpp/runtime/remote/", "jaxpp/runtime/site/", "threading.py", "contextlib.py")
         if event in ("call", "c_return") and any(f in frame.f_code.co_filename for f in files):
             self.left -= 1
             if self.left == 0:
@@ -507,6 +507,9 @@ def arrays_left(mesh):
     gc.collect()
     return list(mesh.apply(number_of_arrays, {rank: () for rank in range(2)}).values())
 
+
+#: Each of so many places is interrupted, of those after them each seventh.
+DENSE = int(os.environ.get("JAXPP_INTERRUPTS", "40"))
 
 ACTIONS = {
     "step": lambda mesh, step, fed, state: step(*state[:3], batch()),
@@ -529,7 +532,7 @@ def test_an_interrupt_at_any_place_leaves_a_mesh_that_works(
     jax.device_get(fed(*begin(), 0))
     before, interrupted, place = arrays_left(mesh), True, 0
     while interrupted:
-        place += 1 if place < 40 else 7
+        place += 1 if place < DENSE else 7
         state = step(*begin(), batch())
         try:
             with InterruptAt(place):
