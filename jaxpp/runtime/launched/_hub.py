@@ -90,6 +90,8 @@ class Hub:
     ):
         self._place, self._hear, self._lost = place, hear, lost
         self._lines: dict[int, Line] = {}
+        #: Those that have read that they are welcome, so that process 0 may write to them.
+        self._in: set[int] = set()
         self._changed = threading.Condition()
         self._brought: dict[Any, dict[int, Any]] = {}
         self._meetings: dict[Any, concurrent.futures.Future[dict[int, Any]]] = {}
@@ -125,9 +127,9 @@ class Hub:
             with self._changed:
                 every = self._place.count - 1
                 self._changed.wait_for(
-                    lambda: len(self._lines) == every, max(0.0, deadline - time.monotonic())
+                    lambda: len(self._in) == every, max(0.0, deadline - time.monotonic())
                 )
-                late = [n for n in range(1, every + 1) if n not in self._lines]
+                late = [n for n in range(1, every + 1) if n not in self._in]
         finally:
             door.close()
         if late:
@@ -143,7 +145,6 @@ class Hub:
             if number in self._lines:
                 return False
             self._add(number, connection)
-            self._changed.notify_all()
             return True
 
     def _go_in(self, secret: bytes, deadline: float, timeout: float) -> None:
@@ -163,6 +164,7 @@ class Hub:
                     ) from None
                 time.sleep(RETRY)
         self._add(0, connection)
+        self._lines[0].send(("in", place.number, None))
 
     def _add(self, number: int, connection: socket.socket) -> None:
         take = functools.partial(self._take, number)
@@ -218,6 +220,10 @@ class Hub:
             self._collect(number, *content)
         elif kind == "all":
             self._met(*content)
+        elif kind == "in":
+            with self._changed:
+                self._in.add(number)
+                self._changed.notify_all()
         else:
             self._hear(source, content)
 
