@@ -57,8 +57,8 @@ def rows(lowered):
 
 
 def time_of(lowered):
-    table = table_of([[task for task, _ in own] for own in rows(lowered)])
     dependencies = dependencies_of(lowered.bundle)
+    table = table_of([[(task,) for task, _ in own] for own in rows(lowered)], dependencies)
     return simulate(table, Costs(per="stage"), dependencies=dependencies).makespan
 
 
