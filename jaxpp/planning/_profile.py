@@ -115,7 +115,7 @@ class Profile(UnitCosts):
             )
         placement = tuple(range(len(units)))
         choice = Choice((0, *itertools.accumulate(units)), (placement,))
-        return dataclasses.replace(self.setting(len(units), 1).costs(choice), unit="s")
+        return self.setting(len(units), 1).costs(choice)
 
     def setting(self, ranks: int, microbatches: int, **options: Unpack[Options]) -> Setting:
         """Returns what a plan for so many ranks follows from, in seconds and bytes."""
@@ -125,7 +125,7 @@ class Profile(UnitCosts):
             inputs=self.inputs,
         )  # fmt: skip
         options = {"memory_bandwidth": self.memory_bandwidth, **options}
-        return Setting(layers, ranks, microbatches, is_fed=True, **options)
+        return Setting(layers, ranks, microbatches, is_fed=True, unit="s", **options)
 
     def within(
         self,

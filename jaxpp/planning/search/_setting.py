@@ -104,6 +104,7 @@ class Setting:
     reduction_bandwidth: float = math.inf
     memory_bandwidth: float = math.inf
     is_fed: bool = False
+    unit: str = ""
 
     def __post_init__(self) -> None:
         speed = self.speed
@@ -278,6 +279,7 @@ class Setting:
             latency=beside * self.latency,
             bandwidth=self.bandwidth / beside if beside else math.inf,
             edge_bytes=sent, offload=copies, load=copies, per="stage",
+            unit=self.unit,
         )  # fmt: skip
 
     def memory(self, choice: Choice) -> Memory:
