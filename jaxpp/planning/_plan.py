@@ -18,7 +18,7 @@ from jaxpp.planning._measure import Measurement
 from jaxpp.planning._predict import costs_found
 from jaxpp.planning._problem import MADE, SCHEDULES, Candidate, Problem
 from jaxpp.planning._profile import Profile, profile
-from jaxpp.planning.search import Layers, Options, Setting
+from jaxpp.planning.search import Options
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.runtime.trace import Trace
 from jaxpp.schedules import Costs, Kind, Timeline
@@ -29,7 +29,7 @@ _SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Candidate):
+class Plan(Candidate, _files.Saved):
     """The choice of `plan`: the fastest candidate that fits.
 
     Args:
@@ -50,12 +50,12 @@ class Plan(Candidate):
         (1, OneFOneB(), 2)
     """
 
+    KIND: ClassVar[str] = "plan"
+    VERSION: ClassVar[int] = 7
+
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
     lower_bound: float = 0.0
     others: tuple[Candidate, ...] = ()
-
-    #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 7
 
     @property
     def cuts(self) -> UnitCuts:
@@ -152,19 +152,6 @@ class Plan(Candidate):
             lines.append(f"and {len(rest)} more, which `others` has, slower or too large: {names}")
         return "\n".join(lines)
 
-    def save(self, path: _files.Path) -> None:
-        """Writes the plan as JSON."""
-        _files.write(path, "plan", self.VERSION, self)
-
-    @staticmethod
-    def load(path: _files.Path) -> "Plan":
-        """Reads a plan that `save` has written.
-
-        Raises:
-            ValueError: the file is no plan, or of another version.
-        """
-        return _files.read(path, "plan", Plan.VERSION, Plan)
-
 
 class PlanOptions(Options, total=False):
     """The machine that `plan` is for, see `Options`, and how it profiles the function.
@@ -237,13 +224,12 @@ def plan(
     device, replicas = how.get("device"), machine.get("replicas", 1)
     if isinstance(device, Device | str):
         machine = {"memory_limit": device_of(device).memory, **machine}
-    checked = Setting(Layers((1.0,), backward=(1.0,)), ranks, 1, **machine)
+    problem = Problem({}, ranks, tuple(schedules), tries, seed, **machine)  # it checks these
     profiles: dict[int, Profile] = {}
     for count in counts:
         own = _one_microbatch(args, count, replicas, how.get("in_axes"))
         profiles[count] = profile(fun, *own, **how)
-    machine |= {"speed": checked.speeds}
-    return solve(Problem(profiles, ranks, tuple(schedules), tries, seed, **machine))
+    return solve(dataclasses.replace(problem, profiles=profiles))
 
 
 def solve(problem: Problem, known: Candidate | None = None) -> Plan:
@@ -253,8 +239,8 @@ def solve(problem: Problem, known: Candidate | None = None) -> Plan:
         ValueError: nothing fits, or no schedule can be made.
     """
     best, *others = problem.candidates()
-    if known is not None and known.table:
-        kept = problem.timed(known)
+    if known is not None and known.choice and known.table:
+        kept = problem.timed(known.schedule, known.microbatches, known.choice, known.table)
         if kept.seconds <= best.seconds:
             best = kept
     reasons = [

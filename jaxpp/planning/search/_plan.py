@@ -17,7 +17,7 @@ from jaxpp.schedules import FromTable, Table, Timeline, check, plot
 
 
 @dataclasses.dataclass(frozen=True)
-class LayersPlan:
+class LayersPlan(_files.Saved):
     """A plan of a chain of layers: cut, placement and order together.
 
     Args:
@@ -37,15 +37,15 @@ class LayersPlan:
         (6, True)
     """
 
+    KIND: ClassVar[str] = "layers_plan"
+    VERSION: ClassVar[int] = 3
+
     setting: Setting
     choice: Choice
     table: Table
     time: float
     lower_bound: float
     order_bound: float = 0.0
-
-    #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 3
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -162,19 +162,6 @@ class LayersPlan:
             held = (f"{own:.4g}" for own in timeline.peak_memory)
             lines.append(f"most bytes of each rank: {', '.join(held)}")
         return "\n".join(lines)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        _files.write(path, "layers_plan", self.VERSION, self)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> "LayersPlan":
-        """Reads a plan that `save` has written.
-
-        Raises:
-            ValueError: the file is no plan of layers, or of another version.
-        """
-        return _files.read(path, "layers_plan", LayersPlan.VERSION, LayersPlan)
 
 
 def plan_layers(
