@@ -127,10 +127,12 @@ class Plan(Candidate, _files.Saved):
         return solve(problem, self)
 
     def __str__(self) -> str:
+        steps = self.problem.steps
+        several = f", a step of {steps} in one program" if steps > 1 else ""
         lines = [
-            f"{self.schedule}, {self.microbatches} microbatches: {self.seconds:.4g} s, bubble "
-            f"{self.bubble:.1%}; any cut and schedule takes at least {self.lower_bound:.4g} s, "
-            f"a gap of {self.gap:.1%}",
+            f"{self.schedule}, {self.microbatches} microbatches{several}: {self.seconds:.4g} s, "
+            f"bubble {self.bubble:.1%}; any cut and schedule takes at least {self.lower_bound:.4g} "
+            f"s, a gap of {self.gap:.1%}",
             f"units of each stage: {', '.join(map(str, self.units))}",
         ]
         limit = self.problem.memory_limit
@@ -157,6 +159,9 @@ class PlanOptions(Options, total=False):
     """The machine that `plan` is for, see `Options`, and how it profiles the function.
 
     Attributes:
+        steps: how many steps of a delay of 1 (`jaxpp.delay`) are one program. Its ranks do not
+            drain between them (`jaxpp.schedules.joined`), and hold the parameters and the sums of
+            gradients once more. Times are then those of one step of them. By default 1, no delay.
         at_least: as in `profile`, as are all that follow.
         in_axes: by default every argument but the first is part of the batch.
         device: where to measure, or a `jaxpp.Device` or the name of one, for a plan without a
@@ -165,6 +170,7 @@ class PlanOptions(Options, total=False):
         repeats: how often to measure; the medians count.
     """
 
+    steps: int
     at_least: int
     in_axes: PyTree[int | str | None]
     device: Any
@@ -173,7 +179,7 @@ class PlanOptions(Options, total=False):
 
 
 #: Those of the options that `profile` takes.
-_OF_PROFILE = set(PlanOptions.__annotations__) - set(Options.__annotations__)
+_OF_PROFILE = {*PlanOptions.__annotations__} - {*Options.__annotations__, "steps"}
 
 
 def plan(

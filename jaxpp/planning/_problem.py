@@ -194,7 +194,7 @@ class Problem(Ranks):
         for count, setting in self.settings.items():
             if setting.layers.count < self.ranks:
                 continue
-            found = find(setting, tries=self.tries, seed=self.seed)
+            found = find(setting.one_step, tries=self.tries, seed=self.seed)
             if found is not None:
                 own = self.timed(SEARCHED, count, found.choice, found.table)
                 # Stages of all sizes share no executables: a small gain is not taken.
@@ -210,7 +210,7 @@ class Problem(Ranks):
                 count = best.microbatches
                 offloads = limited and bool(self.profiles[count].copy)
                 ordered = synthesized(
-                    self.settings[count], best.choice, whole=True, recompute=limited,
+                    self.settings[count].one_step, best.choice, whole=True, recompute=limited,
                     offload=offloads, evaluations=EVALUATIONS, time_limit=SECONDS,
                 )  # fmt: skip
                 if ordered is None:
@@ -253,7 +253,7 @@ def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = 
         name,
         setting.microbatches,
         choice,
-        timeline.makespan if over <= 0 else math.inf,
+        setting.time_of(timeline, choice) if over <= 0 else math.inf,
         timeline.bubble_fraction,
         tuple(peaks),
         tuple(setting.parameters(choice)),

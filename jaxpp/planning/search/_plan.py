@@ -240,6 +240,11 @@ def _check_search(setting: Setting, directions: Sequence[int], tries: int) -> No
             f"plan_layers: directions are 1, 2 or both, and tries is at least 1, got "
             f"{tuple(directions)} and {tries}."
         )
+    if setting.steps > 1:
+        raise ValueError(
+            "plan_layers: the search is for a step alone; plan named schedules for several steps "
+            "in one program, jaxpp.plan(..., steps=)."
+        )
     if setting.layers.count < setting.ranks:
         raise ValueError(
             f"plan_layers: {setting.ranks} ranks need as many layers, got {setting.layers.count}; "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from jaxpp.planning.search._layers import Layers, sums
-from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, joined, simulate
 
 
 class Options(TypedDict, total=False):
@@ -81,7 +81,10 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The machine of a plan: see `Options`; a record of it has the number of `ranks`, too."""
+    """The machine of a plan, and the steps of a program: see `jaxpp.planning.PlanOptions`.
+
+    A record of it has the number of `ranks`, too.
+    """
 
     memory_limit: float = math.inf
     state_bytes: float = 4.0
@@ -92,6 +95,7 @@ class Ranks:
     replicas: int = 1
     reduction_bandwidth: float = math.inf
     memory_bandwidth: float = math.inf
+    steps: int = 1
 
     def __post_init__(self) -> None:
         given, ranks = vars(self), vars(self)["ranks"]
@@ -99,7 +103,7 @@ class Ranks:
         speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
         object.__setattr__(self, "speed", speeds)
         names = ("ranks", "microbatches", "memory_limit", "bandwidth", "replicas",
-                 "reduction_bandwidth", "memory_bandwidth")  # fmt: skip
+                 "reduction_bandwidth", "memory_bandwidth", "steps")  # fmt: skip
         positive = {name: given[name] for name in names if name in given}
         positive |= {f"speed of rank {rank}": own for rank, own in enumerate(speeds)}
         for name, value in positive.items():
@@ -231,7 +235,8 @@ class Setting(Ranks):
 
     def resident(self, choice: Choice) -> list[float]:
         """Returns what each rank holds all the time, and its largest task while it runs."""
-        held = [self.state_bytes * own for own in self.parameters(choice)]
+        copies = self.one_step.state_bytes
+        held = [copies * own for own in self.parameters(choice)]
         if temporary := self.layers.temporary_bytes:
             largest = [0.0] * self.ranks
             for ranks in choice.placement:
@@ -301,8 +306,20 @@ class Setting(Ranks):
         freed = tuple(-own for own in kept)
         return Memory(tuple(kept), 0.0, freed, recompute=again, per="stage")
 
+    @functools.cached_property
+    def one_step(self) -> "Setting":
+        """The setting of a step alone, with what ranks hold where several are in one program."""
+        if self.steps == 1:
+            return self
+        return dataclasses.replace(self, steps=1, state_bytes=self.state_bytes + 2)
+
+    def time_of(self, timeline: Timeline, choice: Choice) -> float:
+        """Returns the time of a step; each one of several is followed by its update."""
+        after = max(map(sum, zip(*self.update(choice), strict=True)))
+        return (timeline.makespan + (self.steps - 1) * after) / self.steps
+
     def timeline(self, table: Table, choice: Choice) -> Timeline:
-        """Simulates a table; the executor runs the tasks of a pair one after the other."""
+        """Simulates all steps of a table; the tasks of a pair run one after the other."""
         added, updated = self.update(choice)
         machine = Machine(
             speed=self.speeds,
@@ -312,6 +329,7 @@ class Setting(Ranks):
             optimizer=tuple(updated),
         )
         table = dataclasses.replace(table, stage_inputs=self.graph(choice))
+        table = joined(table, self.steps) if self.steps > 1 else table
         return simulate(
             table, self.costs(choice), memory=self.memory(choice), machine=machine, overlap="none"
         )

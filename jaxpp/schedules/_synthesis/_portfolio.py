@@ -6,12 +6,13 @@ import math
 import random
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, chain
-from jaxpp.schedules.simulator import Orders, Problem, Rule, Times
+from jaxpp.schedules.simulator import Problem, Rule
 
 
 def catalogue_tables(
@@ -199,16 +200,12 @@ class Rules:
             rules.append(Rule(offsets, [period] * len(offsets), patience=1.0))
         return rules
 
-    def replanned(self, orders: Orders, times: Times) -> Rule:
-        """Makes a rule whose plan repeats the middle of a table, as a building block."""
-        m = self.problem.num_microbatches
-        starts, ends = times.starts, times.ends
-        period = max(
-            (starts[op * m + m - 1] - starts[op * m]) / max(m - 1, 1)
-            for op in range(len(self.time))
-        )
-        offsets = [starts[op * m + m // 2] - m // 2 * period for op in range(len(self.time))]
-        target = max(ends[order[-1]] for order in orders)
+    def replanned(self, found: Any) -> Rule:
+        """Makes a rule whose plan repeats the middle of what was found, as a building block."""
+        m, starts, ops = self.problem.num_microbatches, found.times.starts, range(len(self.time))
+        period = max((starts[op * m + m - 1] - starts[op * m]) / max(m - 1, 1) for op in ops)
+        offsets = [starts[op * m + m // 2] - m // 2 * period for op in ops]
+        target = max(found.times.ends[order[-1]] for order in found.orders)
         idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
         return Rule(offsets, [period] * len(offsets), (), idle, 1.0)
 

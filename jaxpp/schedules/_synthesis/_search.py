@@ -77,9 +77,8 @@ class Search:
         start: Found | None = None,
     ) -> None:
         """Adds orders to those found, if there are any, and they fit and do not deadlock."""
-        if orders is None or not self.problem.fits(orders):
-            return
-        if (times := evaluate(self.problem, orders)) is not None:
+        fits = orders is not None and self.problem.fits(orders)
+        if fits and (times := evaluate(self.problem, orders)) is not None:
             own = [list(order) for order in orders]
             origin = len(self.found) if start is None else start.origin
             self.found.append(Found(times.value, source, own, times, rule, origin))
@@ -125,8 +124,7 @@ class Search:
     def _list_schedules(self, rules: Rules, known: Sequence[Found]) -> None:
         grid = [(f"list schedule, rule {n}", rule) for n, rule in enumerate(rules.grid())]
         for start in known:
-            replanned = rules.replanned(start.orders, start.times)
-            grid.append((f"list schedule, as {start.source}", replanned))
+            grid.append((f"list schedule, as {start.source}", rules.replanned(start)))
         for source, rule in grid:
             if self.over:
                 return
@@ -140,10 +138,8 @@ class Search:
                 return
             start = choose.choice(ruled)
             assert start.rule is not None
-            if choose.random() < 0.1:
-                rule = rules.replanned(start.orders, start.times)
-            else:
-                rule = rules.near(start.rule, choose)
+            again = choose.random() < 0.1
+            rule = rules.replanned(start) if again else rules.near(start.rule, choose)
             self.add("list schedule, near another rule", self._list_schedule(rule), rule)
 
     def _list_schedule(self, rule: Rule) -> list[list[int]] | None:

@@ -214,6 +214,8 @@ def test_cp_sat_proves_how_much_another_order_gains():
         (dict(ranks=20), "20 ranks need as many layers, got 10"),
         (dict(microbatches=0), "microbatches is a positive number, got 0"),
         (dict(speed=(1.0,)), "one for each rank, got 1 for 2 ranks"),
+        (dict(steps=0), "steps is a positive number, got 0"),
+        (dict(steps=2), "the search is for a step alone"),
         (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
         (dict(directions=(3,)), "directions are 1, 2 or both"),
         (dict(memory_limit=1.0), "no plan was found that fits into 1 a rank"),
