@@ -26,6 +26,8 @@ from jaxpp.transforms.stages import UnitCuts
 
 #: How many of the other candidates a plan prints.
 _SHOWN = 4
+#: How many times the cores of a machine its ranks may keep busy before a plan says so.
+_MANY = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +148,11 @@ class Plan(Candidate, _files.Saved):
             chosen = [stage for stage, own in enumerate(self.activations) if own == way]
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
+        if (busy := self.problem.profiles[self.microbatches].busy * self.problem.ranks) > _MANY:
+            lines.append(
+                f"tasks kept cores so busy that {self.problem.ranks} ranks need {busy:.1f} times "
+                f"those of the machine that was profiled: on it, the step takes longer than this"
+            )
         for c in self.others[:_SHOWN]:
             most = f", at most {format_bytes(max(c.peak_bytes))} a rank" if c.peak_bytes else ""
             lines.append(f"not {c.schedule}, {c.microbatches} microbatches: {c.reason}{most}")

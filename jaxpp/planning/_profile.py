@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ class Profile(UnitCosts, _files.Saved):
         copy: the time in which what each unit keeps goes to the memory of the host, or back; empty
             where the device has no such memory, or nobody knows.
         inputs: the units that each unit reads; empty where each reads the one before.
+        busy: the share of this machine's cores that tasks kept busy, each alone; 0 where they were
+            not measured on a CPU.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -84,6 +87,7 @@ class Profile(UnitCosts, _files.Saved):
     memory_bandwidth: float = math.inf
     copy: tuple[float, ...] = ()
     inputs: tuple[tuple[int, ...], ...] = ()
+    busy: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.memory_bandwidth > 0:
@@ -222,8 +226,8 @@ def profile(
     several = map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
     bench = _Bench(mesh, in_specs, several, figures, repeats)
     count = len(finest.crossing) + 1
-    step, whole = bench.run(schedule(grad_fn, Interleaved1F1B(stages_per_rank=count)))
-    _, halves = bench.run(schedule(grad_fn, InterleavedZeroBubble(stages_per_rank=count)))
+    step, whole, busy = bench.run(schedule(grad_fn, Interleaved1F1B(stages_per_rank=count)))
+    _, halves, _ = bench.run(schedule(grad_fn, InterleavedZeroBubble(stages_per_rank=count)))
     forward, backward, input_grad, weight_grad = (
         tuple(times.get((kind, unit), 0.0) for unit in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
@@ -248,6 +252,7 @@ def profile(
         memory_bandwidth=bench.memory_bandwidth(),
         copy=bench.copies(kept),
         inputs=() if reads == tuple((n - 1,) if n else () for n in range(count)) else reads,
+        busy=busy,
     )  # fmt: skip
 
 
@@ -261,10 +266,11 @@ class _Bench:
     figures: Device | None
     repeats: int
 
-    def run(self, grad_fn: Any) -> tuple[LocalStep, dict[Key, float]]:
-        """Runs units one by one in their order; those of one computation have one time."""
+    def run(self, grad_fn: Any) -> tuple[LocalStep, dict[Key, float], float]:
+        """Runs units one by one; those of one computation have one time. Returns `busy`, too."""
         local, arrays = _loaded(place(grad_fn, self.mesh, in_specs=self.in_specs), self.args)
         number = {run.task: run.computation for run in _task_runs(local)}
+        busy = 0.0
         if self.figures is not None:
             (rank,) = local.inspect()
             found = {n: rank.analyses[n] for n in number.values()}
@@ -274,13 +280,18 @@ class _Bench:
         else:
             times: dict[int, list[float]] = {}
             for repeat in range(self.repeats + 1):
-                clock = _Clock(local)
-                jax.block_until_ready(local(_placed_copies(local, arrays), clock))
+                clock, copies = _Clock(local), _placed_copies(local, arrays)
+                start, used = time.perf_counter(), time.process_time()
+                jax.block_until_ready(local(copies, clock))
+                elapsed, used = time.perf_counter() - start, time.process_time() - used
+                if self.mesh.devices[0].platform == "cpu":
+                    busy = used / elapsed / len(os.sched_getaffinity(0))
                 for _, tasks, start, end in clock.runs if repeat else ():  # it fills caches first
                     for task in tasks:
                         times.setdefault(number[task], []).append(end - start)
             seconds = {n: statistics.median(own) for n, own in times.items()}
-        return local, {(task.kind, task.stage): seconds[n] for task, n in number.items() if task}
+        known = {(task.kind, task.stage): seconds[n] for task, n in number.items() if task}
+        return local, known, busy
 
     def timed(self, run: Callable[[Any], Any], value: Any) -> tuple[Any, float]:
         """Runs a function of its own result again and again; returns the last, and the time."""

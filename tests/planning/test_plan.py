@@ -251,6 +251,13 @@ def test_a_plan_says_what_it_chose_and_why_the_others_lost():
     assert "; without a limit" in shown and "computed again: the activations of no stage" in shown
 
 
+@pytest.mark.parametrize(("busy", "says"), [(0.0, False), (0.25, False), (0.6, True)])
+def test_a_plan_says_where_its_ranks_would_share_cores(busy, says):
+    found = dataclasses.replace(profile_of(UNEVEN), busy=busy)
+    shown = str(planned(found, schedules=["1f1b"]))
+    assert ("4 ranks need 2.4 times those of the machine" in shown) == says
+
+
 def test_a_plan_prints_its_limit_and_folds_what_it_did_not_take():
     names = [name for name in SCHEDULES if name not in MADE]
     plan = planned(profile_of(UNEVEN), 4e6, schedules=names)

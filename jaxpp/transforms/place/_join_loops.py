@@ -35,7 +35,9 @@ def join_loops(graph: TaskGraph) -> TaskGraph:
         for n, own in _changes(graph.tasks, rank).items():
             change[n] = own
     order = join(loops, _behind(graph.tasks), change, time, beside)
-    return dataclasses.replace(graph, tasks=tuple(graph.tasks[n] for n in order or range(len(time))))
+    return dataclasses.replace(
+        graph, tasks=tuple(graph.tasks[n] for n in order or range(len(time)))
+    )
 
 
 def _behind(tasks: Sequence[GraphTask]) -> list[list[int]]:
