@@ -59,7 +59,7 @@ def problem_of(setting: Setting, choice: Choice) -> Problem:
         delays = [*setting.delays(choice), 0.0]
         late = [max([0.0, *map(delays.__getitem__, own)]) for own in graph]
         sent = delays * directions + late[::-1] * directions
-    outputs = [
+    outputs: list[list[tuple[int, Sequence[float]]]] = [
         [(reader, (sent[op],) * m if sent and op_rank[reader] != op_rank[op] else here)
          for reader in own]
         for op, own in enumerate(readers)

@@ -77,8 +77,9 @@ class Search:
         start: Found | None = None,
     ) -> None:
         """Adds orders to those found, if there are any, and they fit and do not deadlock."""
-        fits = orders is not None and self.problem.fits(orders)
-        if fits and (times := evaluate(self.problem, orders)) is not None:
+        if orders is None or not self.problem.fits(orders):
+            return
+        if (times := evaluate(self.problem, orders)) is not None:
             own = [list(order) for order in orders]
             origin = len(self.found) if start is None else start.origin
             self.found.append(Found(times.value, source, own, times, rule, origin))
