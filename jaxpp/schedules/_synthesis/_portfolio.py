@@ -131,6 +131,7 @@ class Rules:
         self.longest = max(self.time)
         self.trip = max(h + t for h, t in zip(self.head, self.time, strict=True)) + self.longest
         self.plans = self._plans()
+        self.windows = self._windows()
 
     def _plans(self) -> list[list[float]]:
         far = 10 * self.trip + self.problem.num_microbatches * self.period * 4
@@ -150,22 +151,36 @@ class Rules:
             shifted(self.head, I=-1, B=-1, W=-1),
         ]
 
-    def rule(self, plan: int, slack: float, patience: float) -> Rule:
-        """Makes a rule of the grid; `slack` is that of the target, in times of the longest task."""
-        target, periods = self.bound + slack * self.longest, [self.period] * len(self.time)
-        return Rule(self.plans[plan], periods, self._idle(target), patience)
+    def _windows(self) -> list[list[float]]:
+        """Returns choices of `in_flight`: no limit, or forwards for the trip there and back."""
+        at = {key: op for op, key in enumerate(self.problem.ops)}
+        half = Kind.I if self.problem.splits else Kind.B
+        stages = [s for kind, s in self.problem.ops if kind is Kind.F]
+        trip = [self.head[at[half, s]] - self.head[at[Kind.F, s]] for s in stages]
+        windows: list[list[float]] = [[]]
+        for extra in (1, 2, 3, 5):
+            windows.append([math.ceil(trip[s] / self.period - 1e-9) + extra for s in stages])
+        return windows
 
-    def _idle(self, target: float) -> list[float]:
-        return [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
+    def rule(self, plan: int, window: int, slack: float, patience: float) -> Rule:
+        """Makes a rule of the grid; `slack` is that of the target, in times of the longest task."""
+        target = self.bound + slack * self.longest
+        idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
+        periods = [self.period] * len(self.time)
+        return Rule(self.plans[plan], periods, self.windows[window], idle, patience)
 
     def grid(self) -> list[Rule]:
         """Returns the grid of rules, the most promising first."""
         slacks = (0.0, 0.08, 0.17, 0.25, 0.33, 0.42, 0.5, 0.75, 1.0, 2.0)
-        ample = [self.rule(0, slack, math.inf) for slack in slacks]
-        return [
-            *ample, *self._eager(),
-            *(self.rule(plan, 4.0, 1.0) for plan in range(1, len(self.plans))),
-        ]  # fmt: skip
+        ample = [self.rule(0, 0, slack, math.inf) for slack in slacks]
+        tight = [
+            self.rule(plan, window, slack, 1.0)
+            for slack in (4.0, 0.0)
+            for window in range(1, len(self.windows))
+            for plan in (3, 4, 0)
+        ]
+        ample += self._eager()
+        return ample + tight + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
 
     def _eager(self) -> list[Rule]:
         """Returns rules by which no rank ever waits: backwards first, weight gradients last.
@@ -190,15 +205,16 @@ class Rules:
         m, starts, ops = self.problem.num_microbatches, found.times.starts, range(len(self.time))
         period = max((starts[op * m + m - 1] - starts[op * m]) / max(m - 1, 1) for op in ops)
         offsets = [starts[op * m + m // 2] - m // 2 * period for op in ops]
-        idle = self._idle(max(found.times.ends[order[-1]] for order in found.orders))
-        return Rule(offsets, [period] * len(offsets), idle, 1.0)
+        target = max(found.times.ends[order[-1]] for order in found.orders)
+        idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
+        return Rule(offsets, [period] * len(offsets), (), idle, 1.0)
 
     def near(self, rule: Rule, choose: random.Random) -> Rule:
         """Makes a rule from another one, with some of its numbers changed at random."""
         scale = self.longest * choose.choice((0.1, 0.3, 1.0))
-        offsets, idle = list(rule.offsets), list(rule.idle)
+        offsets, window, idle = list(rule.offsets), list(rule.in_flight), list(rule.idle)
         patience, period = rule.patience, rule.periods[0]
-        match choose.randrange(4):
+        match choose.randrange(5):
             case 0:
                 idle = [i + choose.gauss(0, scale) for i in idle]
             case 1:
@@ -206,10 +222,15 @@ class Rules:
                 idle = [i + shift for i in idle]
             case 2:
                 offsets = [o + choose.gauss(0, scale) for o in offsets]
+            case 3:
+                window = window or list(choose.choice(self.windows[1:]))
+                for _ in range(choose.randrange(1, 4)):
+                    at = choose.randrange(len(window))
+                    window[at] = max(1, window[at] + choose.choice((-1, 1)))
             case _:
                 patience = choose.choice((0.5, 1.0, 2.0, math.inf))
                 period *= choose.choice((0.98, 1.0, 1.02))
-        return Rule(offsets, [period] * len(offsets), idle, patience)
+        return Rule(offsets, [period] * len(offsets), window, idle, patience)
 
 
 def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:

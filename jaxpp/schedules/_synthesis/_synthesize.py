@@ -76,7 +76,7 @@ class SearchOptions(TypedDict, total=False):
     Attributes:
       evaluations: how many tables local search evaluates, fewer where they have more than some 6000
         tasks; a step of tabu search counts as four. Of list schedules, which take about ten times
-        as long each, there are a grid of some twenty and up to a fiftieth of this number. More
+        as long each, there are a grid of some forty and up to a fiftieth of this number. More
         evaluations never give a worse table. By default 2000.
       exact: for how long the exact solver then proves a bound, in its deterministic seconds; it
         suits a few hundred tasks, and needs the extra `exact`. What it finds may differ from run to

@@ -20,6 +20,8 @@ class Rule:
     Args:
       offsets: for each op, when the plan has its first microbatch.
       periods: for each op, the plan's time between microbatches.
+      in_flight: for each stage, how many forwards may be ahead of its input gradients; by default
+        any number.
       idle: for each rank, up to which idle time it may wait for a more urgent task rather than run
         another one; by default no rank waits.
       patience: how much longer a wait may be than the delay that it avoids.
@@ -27,6 +29,7 @@ class Rule:
 
     offsets: Sequence[float]
     periods: Sequence[float]
+    in_flight: Sequence[float] = ()
     idle: Sequence[float] = ()
     patience: float = math.inf
 
@@ -89,7 +92,7 @@ class _Ranks:
         self.free = [0.0] * problem.num_ranks
         self.limited = min(problem.limits) < math.inf
         self.late = problem.objective == "wall"
-        self.plain = not (self.limited or rule.idle)
+        self.plain = not (self.limited or rule.in_flight or rule.idle)
         if not self.plain:
             self.done = [0] * len(problem.ops)
             self.held, self.waited = [0.0] * problem.num_ranks, [0.0] * problem.num_ranks
@@ -98,6 +101,9 @@ class _Ranks:
     def _remember(self) -> None:
         """Collects what decides whether a forward may run."""
         problem, m = self.problem, self.m
+        self.end_of = {
+            s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)
+        }
         #: For each rank, its forwards, and the most that a microbatch of each holds.
         self.forwards = [
             [(op, max(problem.change[op * m : op * m + m])) for op in own
@@ -209,16 +215,20 @@ class _Ranks:
         )
 
     def _allows(self, rank: int, n: int) -> bool:
-        """Tells whether the memory has room for a task."""
-        problem, op = self.problem, n // self.m
-        change, limit = problem.change[n], problem.limits[rank]
-        if change > 0.0 and self.held[rank] + change > limit:
+        """Tells whether a task may run: whether the memory, and the plan's window, have room."""
+        problem, (op, i) = self.problem, divmod(n, self.m)
+        change = problem.change[n]
+        if change > 0.0 and self.held[rank] + change > problem.limits[rank]:
+            return False
+        kind, stage = problem.ops[op]
+        if kind is not Kind.F:
+            return True
+        if self.rule.in_flight and i - self.done[self.end_of[stage]] >= self.rule.in_flight[stage]:
             return False
         own = self.forwards[rank]
-        is_forward = problem.ops[op][0] is Kind.F
-        if not is_forward or len(own) < 2 or self.held[rank] + change <= self.ample[rank]:
+        if len(own) < 2 or self.held[rank] + change <= self.ample[rank]:
             return True
-        return _safe(own, op, self.done, limit)
+        return _safe(own, op, self.done, problem.limits[rank])
 
 
 def _safe(own: Sequence[tuple[int, float]], op: int, done: Sequence[int], limit: float) -> bool:
