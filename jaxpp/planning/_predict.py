@@ -234,8 +234,7 @@ def predict(
             "predict: the step has no scheduled loop, so that there are no tasks to predict; wrap "
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
         )
-    known = isinstance(costs, Costs | Measurement | Trace)
-    device = None if known else device_of(costs)
+    device = None if isinstance(costs, Costs | Measurement | Trace) else device_of(costs)
     model = _model(costs, device, bundle, ranks, latency, bandwidth)
     needs = dependencies_of(bundle)
     table = table_of([[run.tasks for run in _runs(p)] for p in bundle.programs], needs)

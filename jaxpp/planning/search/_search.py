@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from jaxpp.planning.search._judge import EAGER, RULES, judge, table_of
@@ -132,13 +133,9 @@ def find(
             if value < least:
                 best = Found(value, choice, table_of(setting, choice, rule))
             if judged == length and value <= WORTHWHILE * least:
-                best = min(_finished(setting, choice), best, key=_time)  # pyright: ignore
+                best = min(_finished(setting, choice), best, key=attrgetter("time"))
         report(tried, math.inf if best is None else best.time)
     return best
-
-
-def _time(found: Found) -> float:
-    return found.time
 
 
 @dataclasses.dataclass
@@ -218,7 +215,7 @@ def _finished(setting: Setting, choice: Choice) -> Found:
     ]
     if ordered := synthesized(setting, choice, evaluations=EVALUATIONS):
         tables.append(ordered.table)
-    return min((timed(setting, choice, table) for table in tables), key=_time)
+    return min((timed(setting, choice, table) for table in tables), key=attrgetter("time"))
 
 
 def synthesized(
