@@ -81,6 +81,16 @@ class ArrayType:
         return math.prod(self.host_shape) * self.host_dtype.itemsize
 
 
+    def of_plain(self, array: Any) -> Any:
+        """Returns keys where the type is of keys and the array of their integers; else the array."""
+        return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
+
+
+def plain(array: Any) -> Any:
+    """Returns the integers that keys are made of; any other array as it is."""
+    return array if isinstance(array.dtype, np.dtype) else jax.random.key_data(array)
+
+
 @functools.cache
 def _key_implementation(dtype: Any) -> str:
     found = []
@@ -122,8 +132,7 @@ def to_host(array: Any) -> np.ndarray:
         held = {box_of(s.index, array.shape): s.data for s in array.addressable_shards}
         boxes = boxes_here(array.shape, array.sharding)
         return np.concatenate([to_host(held[box]) for box in boxes])
-    if not isinstance(array.dtype, np.dtype):
-        array = jax.random.key_data(array)
+    array = plain(array)
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
         host = np.empty(array.shape, array.dtype)  # unlike `np.asarray`, which the array would keep
         for box, data in shards_of(array):
@@ -159,8 +168,7 @@ def shards_of(array: jax.Array) -> list[tuple[Box, jax.Array]]:
     found = []
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            plain = isinstance(array.dtype, np.dtype)
-            data = shard.data if plain else jax.random.key_data(shard.data)
+            data = plain(shard.data)
             data.copy_to_host_async()
             found.append((box_of(shard.index, array.shape), data))
     return found
@@ -243,9 +251,7 @@ def from_boxes(
             whole = isinstance(sharding, SingleDeviceSharding)
             join = jax.make_array_from_single_device_arrays
             array = shards[0] if whole else join(shape, sharding, shards)
-    if array_type.key is None:
-        return array
-    return jax.random.wrap_key_data(array, impl=array_type.key)
+    return array_type.of_plain(array)
 
 
 class ArrayMaker:
@@ -293,10 +299,7 @@ def _copy_function(
     specs = specs or ((),) * len(array_types)
 
     def copy(*hosts: Any) -> tuple[Any, ...]:
-        pairs = zip(hosts, array_types, strict=True)
-        return tuple(
-            h if t.key is None else jax.random.wrap_key_data(h, impl=t.key) for h, t in pairs
-        )
+        return tuple(t.of_plain(h) for h, t in zip(hosts, array_types, strict=True))
 
     def make(*hosts: np.ndarray) -> tuple[Any, ...]:
         items = zip(hosts, array_types, specs, strict=True)
