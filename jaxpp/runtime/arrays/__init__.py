@@ -34,5 +34,4 @@ from jaxpp.runtime.arrays._types import join_shares as join_shares
 from jaxpp.runtime.arrays._types import own_share as own_share
 from jaxpp.runtime.arrays._types import plain as plain
 from jaxpp.runtime.arrays._types import shards_of as shards_of
-from jaxpp.runtime.arrays._types import start_copies as start_copies
 from jaxpp.runtime.arrays._types import to_host as to_host

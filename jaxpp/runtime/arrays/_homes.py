@@ -77,17 +77,13 @@ def check_axes(
     types = (AxisType.Auto,) * len(names) if axis_types is None else tuple(axis_types)
     if len(types) != len(names):
         raise ValueError(f"{kind} needs a type for each of its axes {names}, got {types}.")
+    sizes = dict(zip(names, shape, strict=True))
     if any(n < 1 for n in shape):
-        sizes = dict(zip(names, shape, strict=True))
         raise ValueError(f"{kind} needs axes of size 1 at least, got {sizes}.")
-    others = [n for n, name in enumerate(names) if name != PIPELINE_AXIS]
-    inside = AbstractMesh(
-        tuple(shape[n] for n in others),
-        tuple(names[n] for n in others),
-        axis_types=tuple(types[n] for n in others),
-    )
-    num_ranks = shape[names.index(PIPELINE_AXIS)]
-    return Axes(shape, names, num_ranks, inside if others else None)
+    kinds = dict(zip(names, types, strict=True))
+    num_ranks, _ = sizes.pop(PIPELINE_AXIS), kinds.pop(PIPELINE_AXIS)
+    inside = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=tuple(kinds.values()))
+    return Axes(shape, names, num_ranks, inside if sizes else None)
 
 
 #: A rank's device, or its mesh.

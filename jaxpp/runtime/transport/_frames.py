@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jaxpp._program import Message
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
@@ -25,7 +28,6 @@ from jaxpp.runtime.arrays import (
     resplit,
     sharding_in,
     spans,
-    start_copies,
     to_host,
 )
 
@@ -112,7 +114,9 @@ class Unpacker:
         if self._shared:
             arrays = [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
         if self._device_memory:  # the copy to the host follows the task, before anyone asks for it
-            start_copies(arrays)
+            for array in arrays:
+                if isinstance(array, jax.Array) and isinstance(array.dtype, np.dtype):  # no keys
+                    array.copy_to_host_async()
         return arrays
 
     def values(self, arrays: list[Any]) -> list[Bytes]:

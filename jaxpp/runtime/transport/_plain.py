@@ -43,12 +43,11 @@ class Plain:
     def whole(self, moved: Iterable[Any]) -> list[Any]:
         """Makes the message's arrays of what has moved."""
         rest = iter(moved)
-        return [
-            self._finished(next(rest), *own) if own[0].nbytes else from_host(b"", own[0], self._home)
-            for own in self._arrays
-        ]
+        return [self._finished(next(rest) if own[0].nbytes else None, *own) for own in self._arrays]
 
     def _finished(self, array: Any, type_: ArrayType, spec: Any) -> Any:
+        if array is None:
+            return from_host(b"", type_, self._home, spec)
         if type_.kind is not None:
             array = jax.device_put(array, sharding_in(self._home, spec, type_.kind))
         return type_.of_plain(array)
