@@ -32,7 +32,6 @@ from jaxpp.runtime.transport import (
     NotComputed,
     PeerLost,
     leave_processes,
-    lost_in_collective,
 )
 
 #: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
@@ -322,9 +321,7 @@ class Process:
         elif rank not in (None, at):
             at, what, source = rank, "", None
         failure = Failure.of(error, at, self._call, what, source)
-        if self.transport.is_echo(error) or (
-            spans(self.ranks[at].home) and lost_in_collective(error)
-        ):
+        if self.transport.is_echo(error):
             failure = dataclasses.replace(failure, is_echo=True)
         return failure
 

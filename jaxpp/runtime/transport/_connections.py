@@ -50,7 +50,7 @@ class Connections:
     Args:
         epoch: the number of the epoch.
         transport: the one whose connections they are. Its `memory` is called with each header that
-            comes, `take` with each message, `write` with what was `put`, and `failed` with the
+            comes, `take` with each message, `write` with what was `put`, `on_failure` with the
             error, on some thread, when a process is lost or after an abort.
         secret: some bytes that the processes have in common and nobody else has.
         address: the address of this host at which other hosts reach it, if they can.
@@ -78,13 +78,10 @@ class Connections:
         self._poll = select.poll()
         self._poll.register(self._heard, select.POLLIN)
         self._door = Door(f"accept-{self._rank}", secret, address, self._add)
+        #: Where others reach this process.
+        self.addresses = self._door.addresses
 
     # ---- opening --------------------------------------------------------------------------------
-
-    @property
-    def addresses(self) -> Addresses:
-        """The addresses at which others reach this process."""
-        return self._door.addresses
 
     def connect(self, firsts: Mapping[int, int], peers: Mapping[int, Addresses]) -> None:
         """Connects to the processes before this one; those behind it connect to this one.
@@ -242,7 +239,7 @@ class Connections:
             self.wake()
         with contextlib.suppress(OSError):  # what has come already can still be read
             peer.link.connection.shutdown(socket.SHUT_RDWR)
-        self._transport.failed(PeerLost(peer.rank, reason))
+        self._transport.on_failure(PeerLost(peer.rank, reason))
 
     def abort(self, error: BaseException) -> None:
         """Ends all waits: `check` raises `Aborted` from now on, with `error` as the cause."""
@@ -252,7 +249,7 @@ class Connections:
             self.error = error.__cause__ if isinstance(error, NotComputed) else error
             self.mail.clear()
             self.wake()
-        self._transport.failed(error)
+        self._transport.on_failure(error)
 
     def end(self) -> list[threading.Thread]:
         """Ends all connections; returns their threads, which end once their work is over."""

@@ -145,11 +145,8 @@ def to_send(header: Header, arrays: Sequence[Bytes]) -> list[Bytes]:
     """
     pieces: list[Bytes] = [header.pack()]
     for array in arrays:
-        if array:
-            pieces.append(array)
-        if rest := -len(array) % ALIGNMENT:
-            pieces.append(_PADDING[:rest])
-    return [b"".join(pieces)] if header.nbytes <= SMALL else pieces
+        pieces += [array, _PADDING[: -len(array) % ALIGNMENT]]
+    return [b"".join(pieces)] if header.nbytes <= SMALL else [piece for piece in pieces if piece]
 
 
 def send_some(

@@ -69,16 +69,6 @@ def leave_processes() -> None:
         jax.distributed.shutdown()
 
 
-def lost_in_collective(error: BaseException) -> bool:
-    """Tells whether an error says that another process was missing in a collective.
-
-    Example:
-        >>> lost_in_collective(RuntimeError("Gloo AllGather failed: Connection closed by peer"))
-        True
-    """
-    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-
-
 def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
     """Makes the home of a rank from its joined processes: their devices, process after process.
 

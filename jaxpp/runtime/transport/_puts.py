@@ -162,14 +162,3 @@ class Put:
         """Copies arrays: JAX does not say when it has read those that it is given."""
         own = self._leaving.of(arrays)
         return jax.device_put(own, [t.sharding for t in self._leaving.types], may_alias=False)
-
-
-def lost_in_transfer(error: BaseException) -> bool:
-    """Tells whether an error says that the other process of a transfer was missing.
-
-    Example:
-        >>> lost_in_transfer(RuntimeError("INTERNAL: SocketServer: Connection closed"))
-        True
-    """
-    words = "SocketServer", "recv()", "while transferring"
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
