@@ -26,7 +26,7 @@ from jaxpp import _compat
 from jaxpp._specs import Spec, axis_sizes, partition_spec, spec_of, type_of
 from jaxpp.runtime.arrays import ArrayType, StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _shares
-from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted
+from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted, mismatch
 from jaxpp.runtime.site import RemoteArray, RemoteSharding
 
 _NUMBERS = (bool, int, float, complex)
@@ -384,22 +384,19 @@ def _check_names(wanted: Sequence[Target], kinds: Mapping[str, str]) -> None:
     lacking = [path for name, path in paths.items() if name not in kinds]
     more = [name for name in kinds if name not in paths]
     if lacking or more:
+        some, besides = (
+            ", ".join(names[:5]) + ", ..." * (len(names) > 5) or "nothing"
+            for names in (lacking, more)
+        )
         raise ValueError(
-            f"The checkpoint is of another tree than `like`: it lacks {_some(lacking)}, and has "
-            f"{_some(more)} besides. Pass a `like` built as the tree that was saved."
+            f"The checkpoint is of another tree than `like`: it lacks {some}, and has {besides} "
+            f"besides. Pass a `like` built as the tree that was saved."
         )
     for target in wanted:
         stored = kinds[target.name]
         text = isinstance(_storable(target.like), str)
         if target.like is not ... and text != (stored == "string"):
-            raise ValueError(
-                f"The leaf {target.path} is of kind {stored} in the checkpoint, and "
-                f"{target.like!r} in `like`. Pass a `like` built as the tree that was saved."
-            )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + ", ..." * (len(names) > 5) or "nothing"
+            raise mismatch(target.path, f"of kind {stored}", repr(target.like))
 
 
 def _kept(target: Target, found: str) -> Any:
@@ -408,10 +405,7 @@ def _kept(target: Target, found: str) -> Any:
     if isinstance(like, str) or like is ...:
         return like if like is ... else found
     if (name := _storable(like)) != found:
-        raise ValueError(
-            f"The leaf {target.path} is {found} in the checkpoint, and {name} in `like`. Pass "
-            f"a `like` built as the tree that was saved."
-        )
+        raise mismatch(target.path, found, name)
     return like
 
 

@@ -53,7 +53,7 @@ class Saved:
 
 
 #: A part of an array on the host: whose it is, its offset there, and its elements.
-Share = tuple[Saved, tuple[int, ...], np.ndarray]
+Piece = tuple[Saved, tuple[int, ...], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def read(process: Any, database: Database, items: Sequence[tuple[int, Wanted]]) 
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Share]:
+def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Piece]:
     """Copies or views the shares of arrays that this process holds, each once, on the host.
 
     A view of an array of JAX keeps its memory from being donated.
@@ -150,7 +150,7 @@ def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Share]:
         shards = shards_of(array) if isinstance(array, jax.Array) else [((), array)]
         parts += [(saved, box, data) for box, data in shards]
 
-    def share(saved: Saved, box: Box, data: Any) -> Share:
+    def share(saved: Saved, box: Box, data: Any) -> Piece:
         # What is on another kind of device is copied to the host in any case.
         views = not isinstance(data, jax.Array) or any(d.platform == "cpu" for d in data.devices())
         host = np.array(data) if copy and views else np.asarray(data)
@@ -184,7 +184,7 @@ def chunk_shape(kind: ArrayType, share: Sequence[int]) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def write_shares(directory: str, writer: str, shares: Sequence[Share]) -> None:
+def write_shares(directory: str, writer: str, shares: Sequence[Piece]) -> None:
     """Writes shares into the database of a writer, durably.
 
     Raises:
@@ -333,10 +333,15 @@ def _check_type(store: Any, wanted: Wanted) -> None:
         metadata = store.spec(retain_context=False).to_json().get("metadata", {})
         told = metadata.get("attributes", {}).get("type")  # not in what others have saved
     if str(kind) != told if told else str(stored) != there:
-        raise ValueError(
-            f"The leaf {wanted.path} is {told or there} in the checkpoint, and {kind} in `like`. "
-            f"Pass a `like` built as the tree that was saved."
-        )
+        raise mismatch(wanted.path, told or there, str(kind))
+
+
+def mismatch(path: str, there: str, here: str) -> ValueError:
+    """Makes the error for a leaf that is one thing in the checkpoint, and another in `like`."""
+    return ValueError(
+        f"The leaf {path} is {there} in the checkpoint, and {here} in `like`. Pass a `like` built "
+        f"as the tree that was saved."
+    )
 
 
 # ---- as TensorStore has it ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpp._program import Instruction, Message, Program, Receive, Run, Send
 from jaxpp.runtime.arrays import ArrayType, Home, from_host
-from jaxpp.runtime.executor._executor import Chunk, Executor, Transport, chunks, interleave
+from jaxpp.runtime.executor._executor import Carrier, Chunk, Executor, chunks, interleave
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Dispatcher:
         transport: the way of these ranks' arrays to each other, and to other ranks.
     """
 
-    def __init__(self, ranks: Sequence[RankStep], turns: Sequence[int], transport: Transport):
+    def __init__(self, ranks: Sequence[RankStep], turns: Sequence[int], transport: Carrier):
         #: The executor of each rank.
         self.executors: dict[int, Executor] = {}
         pieces: dict[int, list[Chunk]] = {}

@@ -11,7 +11,7 @@ from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Se
 Chunk = tuple[Instruction, ...]
 
 
-class Transport(Protocol):
+class Carrier(Protocol):
     """The way of a rank's arrays to and from other ranks."""
 
     def send(self, arrays: list[Any], message: Message) -> None:
@@ -40,7 +40,7 @@ class Executor:
         self,
         program: Program,
         executables: Sequence[Any],
-        transport: Transport,
+        transport: Carrier,
         find_invalid: Callable[[int, Sequence[Any]], str | None] = lambda number, args: None,
     ):
         self.program = program

@@ -10,8 +10,6 @@ from jaxpp.runtime.trace._clock import Offset, to_driver
 from jaxpp.runtime.trace._recorder import Records
 from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
 
-#: When a run was dispatched, started and ended, in seconds; None where that was not seen.
-Seen = tuple[float, Any, Any]
 #: A device, and what of it runs something: what it computes with, or what it copies with.
 Lane = tuple[int, str]
 
@@ -32,7 +30,7 @@ def assemble(
         steps: the programs of each step by its number.
         device_of: for each rank, the number of its device.
     """
-    seen: dict[Where, Seen] = {}
+    seen: dict[Where, tuple[float, Any, Any]] = {}
     sent: dict[tuple[int, int], tuple[float, float]] = {}
     received: dict[tuple[int, int], tuple[float, float]] = {}
     numbers: dict[int, int] = {}
@@ -70,7 +68,7 @@ def _clock_of(offsets: Sequence[Offset], zero: int) -> Callable[[Sequence[int | 
 
 
 def _runs(
-    seen: Mapping[Where, Seen],
+    seen: Mapping[Where, tuple[float, Any, Any]],
     messages: Sequence[TracedMessage],
     calls: Mapping[int, Bundle],
     device_of: Sequence[int],

@@ -19,4 +19,3 @@ from jaxpp.runtime.transport._processes import rank_home as rank_home
 from jaxpp.runtime.transport._pull import Pulls as Pulls
 from jaxpp.runtime.transport._puts import Puts as Puts
 from jaxpp.runtime.transport._socket import SocketTransport as SocketTransport
-from jaxpp.runtime.transport._socket import Transport as Transport

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpp.runtime.transport._errors import Aborted, NotComputed, PeerLost, TransportError
-from jaxpp.runtime.transport._frames import Link, Read
-from jaxpp.runtime.transport._handshake import Addresses, Door, Kind, connect, start
+from jaxpp.runtime.transport._frames import Read, Reader
+from jaxpp.runtime.transport._handshake import Addresses, Door, SocketKind, connect, start
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -22,7 +22,7 @@ class Peer:
 
     Args:
         rank: the first rank of that process.
-        link: the connection.
+        reader: reads the connection.
         thread: writes what cannot be written at once, from the first such message on.
         tasks: the messages that the thread has to write; None ends it.
         unsent: those that have not been written, each with its `arrays` whose values it waits for.
@@ -31,7 +31,7 @@ class Peer:
     """
 
     rank: int
-    link: Link
+    reader: Reader
     thread: threading.Thread | None = None
     tasks: "queue.SimpleQueue[Any]" = dataclasses.field(default_factory=queue.SimpleQueue)
     unsent: collections.deque[Any] = dataclasses.field(default_factory=collections.deque)
@@ -57,7 +57,9 @@ class Connections:
         kind: the sort of connections that this process opens.
     """
 
-    def __init__(self, epoch: int, transport: Any, secret: bytes, address: str | None, kind: Kind):
+    def __init__(
+        self, epoch: int, transport: Any, secret: bytes, address: str | None, kind: SocketKind
+    ):
         self.epoch, self._transport, self._rank = epoch, transport, transport.rank
         self._connect = functools.partial(connect, epoch, self._rank, secret=secret, kind=kind)
         self.error: BaseException | None = None
@@ -102,7 +104,7 @@ class Connections:
         with self._changed:
             if epoch != self.epoch or rank in self.peers or self._over:
                 return False
-            peer = Peer(rank, Link(connection, functools.partial(self._transport.memory, rank)))
+            peer = Peer(rank, Reader(connection, functools.partial(self._transport.memory, rank)))
             self._by_descriptor[connection.fileno()] = self.peers[rank] = peer
             self._poll.register(connection, select.POLLIN)
             self._close_door()
@@ -150,7 +152,7 @@ class Connections:
                 self._heard.recv(4096)
             return
         try:
-            for found in peer.link.read():
+            for found in peer.reader.read():
                 self._transport.take(self, peer, found)
         except (EOFError, OSError) as error:
             self._poll.unregister(descriptor)
@@ -181,7 +183,7 @@ class Connections:
         peer.tasks.put(item)
 
     def _write_all(self, peer: Peer) -> None:
-        with peer.link.connection:
+        with peer.reader.connection:
             while (item := peer.tasks.get()) is not None:
                 if not peer.lost and self.error is None:
                     self.attempt(peer, functools.partial(self._transport.write, item, peer))
@@ -238,7 +240,7 @@ class Connections:
             peer.lost = reason
             self.wake()
         with contextlib.suppress(OSError):  # what has come already can still be read
-            peer.link.connection.shutdown(socket.SHUT_RDWR)
+            peer.reader.connection.shutdown(socket.SHUT_RDWR)
         self._transport.on_failure(PeerLost(peer.rank, reason))
 
     def abort(self, error: BaseException) -> None:
@@ -262,12 +264,12 @@ class Connections:
         peers = list(self.peers.values())
         for peer in peers:
             with contextlib.suppress(OSError):  # the other end may have closed it first
-                peer.link.connection.shutdown(socket.SHUT_RDWR)
+                peer.reader.connection.shutdown(socket.SHUT_RDWR)
         with self._changed:
             self._changed.wait_for(lambda: not self._pumping, 1)
         for peer in peers:
             if peer.thread is None:
-                peer.link.connection.close()
+                peer.reader.connection.close()
             else:
                 peer.tasks.put(None)  # the thread closes it
         self._bell.close()

@@ -177,7 +177,7 @@ class Read(NamedTuple):
     end_ns: int
 
 
-class Link:
+class Reader:
     """A connection to another process, from which one thread at a time reads.
 
     It reads small messages together, in one system call, and large ones into memory of their own.

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from jaxpp.runtime.transport._errors import PeerLost, TransportError
 
-Kind = Literal["auto", "unix", "tcp"]
+SocketKind = Literal["auto", "unix", "tcp"]
 
 #: Seconds within which the other end has to say the next word of a handshake.
 HANDSHAKE_TIMEOUT = 5.0
@@ -78,7 +78,7 @@ def host_identity() -> str:
 
 
 def connect(
-    epoch: int, source: int, target: int, peer: Addresses, secret: bytes, kind: Kind = "auto"
+    epoch: int, source: int, target: int, peer: Addresses, secret: bytes, kind: SocketKind = "auto"
 ) -> socket.socket:
     """Opens a connection of a rank to another, which is known to be of the mesh when this returns.
 

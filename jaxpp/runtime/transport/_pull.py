@@ -16,7 +16,7 @@ from jaxpp._program import Message
 from jaxpp.runtime.arrays import Box, Home, box_of, devices_of, sharding_in
 from jaxpp.runtime.transport._errors import PeerLost
 from jaxpp.runtime.transport._handshake import HANDSHAKE_TIMEOUT
-from jaxpp.runtime.transport._plain import Plain
+from jaxpp.runtime.transport._payload import Payload
 
 #: The bytes of a ticket.
 TICKET = 128
@@ -78,17 +78,17 @@ class Puller:
     at_once, nbytes = True, TICKET
 
     def __init__(self, message: Message, home: Home, pulls: Pulls):
-        self._source, self._pulls, self._plain = message.source, pulls, Plain(message, home)
-        self.prepared = self._plain.of
+        self._source, self._pulls, self._payload = message.source, pulls, Payload(message, home)
+        self.prepared = self._payload.of
         #: For each array its boxes, and the devices of this process that hold them.
-        self._held = [_devices_by_box(type_) for type_ in self._plain.types]
+        self._held = [_devices_by_box(type_) for type_ in self._payload.types]
         self._wanted = [
             jax.ShapeDtypeStruct(
                 tuple(stop - start for start, stop in box),
                 type_.dtype,
                 sharding=sharding_in(devices[0]),
             )
-            for type_, held in zip(self._plain.types, self._held, strict=True)
+            for type_, held in zip(self._payload.types, self._held, strict=True)
             for box, devices in held.items()
         ]
 
@@ -113,14 +113,14 @@ class Puller:
             arrived = iter(self._pulls.pull(ticket, self._wanted))
             with jax.enable_x64(True):
                 arrays = []
-                for type_, held in zip(self._plain.types, self._held, strict=True):
+                for type_, held in zip(self._payload.types, self._held, strict=True):
                     shards = []
                     for devices in held.values():
                         first = next(arrived)
                         shards += [first, *(jax.device_put(first, d) for d in devices[1:])]
                     join = jax.make_array_from_single_device_arrays
                     arrays.append(join(type_.shape, type_.sharding, shards))
-                return self._plain.whole(arrays)
+                return self._payload.whole(arrays)
         except (RuntimeError, ValueError, OSError) as error:
             raise PeerLost(self._source, f"arrays could not be pulled from it ({error})") from error
 

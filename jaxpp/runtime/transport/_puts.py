@@ -17,7 +17,7 @@ from jaxpp._program import Message
 from jaxpp.runtime.arrays import Home, is_ready
 from jaxpp.runtime.transport._errors import TransportError
 from jaxpp.runtime.transport._near import RUN_AHEAD
-from jaxpp.runtime.transport._plain import Plain
+from jaxpp.runtime.transport._payload import Payload
 
 #: Seconds between two looks at an array that has not come.
 LOOK = 1e-4
@@ -135,7 +135,7 @@ class Put:
     def __init__(self, message: Message, homes: Mapping[int, Home], here: Collection[int]):
         self.message = message
         self._leaving, self._arriving = (
-            Plain(message, homes[rank]) for rank in (message.source, message.target)
+            Payload(message, homes[rank]) for rank in (message.source, message.target)
         )
         self._here = message.target in here
         self._absent: list[Any] = []

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -27,13 +27,11 @@ from jaxpp.runtime.transport._frames import (
     send_some,
     to_send,
 )
-from jaxpp.runtime.transport._handshake import Addresses, Kind, start
+from jaxpp.runtime.transport._handshake import Addresses, SocketKind, start
 from jaxpp.runtime.transport._near import Near
 from jaxpp.runtime.transport._pull import Puller, Pulls
 from jaxpp.runtime.transport._puts import Puts
 
-#: The ways of arrays between ranks: over connections of some kind, or by JAX's transfers.
-Transport = Literal["auto", "unix", "tcp", "jax"]
 #: The memory of this host; no message has more bytes.
 MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -87,7 +85,7 @@ class SocketTransport:
         secret: bytes,
         *,
         address: str | None = None,
-        kind: Kind = "auto",
+        kind: SocketKind = "auto",
         pulls: Pulls | None = None,
         puts: Puts | None = None,
         run_ahead: int = 2,
@@ -270,7 +268,7 @@ class SocketTransport:
             item.start_ns, item.pieces = time.monotonic_ns(), pieces
         with contextlib.suppress(BlockingIOError):
             while item.pieces:
-                send_some(peer.link.connection, item.pieces, flags)
+                send_some(peer.reader.connection, item.pieces, flags)
             self._note(True, item.header.call, item.message, item.start_ns)
 
     def _values(self, item: Outgoing) -> list[Bytes]:

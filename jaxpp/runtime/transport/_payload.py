@@ -9,7 +9,7 @@ from jaxpp._program import Message
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, plain, resplit, sharding_in
 
 
-class Plain:
+class Payload:
     """The arrays of a message without those that are empty; keys are integers, as on the host.
 
     Args:
