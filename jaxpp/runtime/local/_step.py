@@ -16,6 +16,7 @@ from jaxpp.runtime.arrays import (
     Home,
     check_arguments,
     devices_of,
+    from_host,
     sharding_across,
     sharding_in,
     sizes_of,
@@ -26,7 +27,6 @@ from jaxpp.runtime.executor import (
     Dispatcher,
     Executor,
     Inspected,
-    RankStep,
     compile_all,
     describe,
     find_invalid,
@@ -57,11 +57,14 @@ class LocalStep:
         self.transport = Near(dict(enumerate(homes)))
         self._dispatcher = Dispatcher(
             [
-                RankStep(
+                Executor(
                     program,
-                    home,
                     [own.get(n) for n in range(len(bundle.computations))],
-                    [(slot, ArrayType.of(v), to_host(v)) for slot, v in program.constants],
+                    self.transport,
+                    [
+                        (n, from_host(to_host(v), ArrayType.of(v), home))
+                        for n, v in program.constants
+                    ],
                     find_invalid=self._finder(home),
                 )
                 for program, own, home in zip(
@@ -69,7 +72,6 @@ class LocalStep:
                 )
             ],
             turns_of(bundle.programs),
-            self.transport,
         )
         self.executors = list(self._dispatcher.executors.values())
         self.order = self._dispatcher.order

@@ -167,10 +167,8 @@ class Process:
         """Registers a step for all ranks."""
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
         first = next(iter(loadings.values()))
-        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns, self.transport)
+        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns)
         self.transport.expect(dispatcher.messages, first.step, dispatcher.late, first.transfers)
-        for rank, own in loadings.items():
-            self.ranks[rank].keep(own, dispatcher.executors[rank])
 
     @in_order
     def unload(self, step: int, computations: Iterable[int]) -> None:

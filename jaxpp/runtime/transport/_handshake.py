@@ -69,12 +69,12 @@ def warn_of_open_ports(addresses: Iterable[Addresses]) -> None:
         )
 
 
-def host_identity() -> str:
-    """Names this host's current boot and its network (containers may have one each)."""
+def host_identity(namespace: str = "net") -> str:
+    """Names this host's current boot and its network, or another namespace (of a container)."""
     if not _LINUX:
         return socket.gethostname()
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{file.read().strip()}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
 
 
 def connect(
