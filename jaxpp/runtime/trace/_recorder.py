@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import pathlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -155,15 +154,15 @@ class Recorder:
 
     def _computed(self, executor: Executor, run: Run, where: Where, start: int) -> None:
         """Notes a run at the end of its smallest result."""
-        results = [executor.slots[slot] for slot in run.outputs]
-        smallest = min((x for x in results if x.size), key=lambda x: x.size, default=None)
+        results = [x for slot in run.outputs if (x := executor.slots[slot]).size]
+        smallest = min(results, key=lambda x: x.size, default=None)
         if smallest is not None and run.lane != "copy":  # nothing takes the memory of a copy
             smallest = _mark(smallest)
-        note = functools.partial(self._ended, where, start)
-        self._wait((executor.program.rank, run.lane), smallest, note)
 
-    def _ended(self, where: Where, start: int, end: int) -> None:
-        self._records.runs[where] = start, None, end
+        def note(end: int) -> None:
+            self._records.runs[where] = start, None, end
+
+        self._wait((executor.program.rank, run.lane), smallest, note)
 
     def _wait(self, order: Any, arrays: Any, note: Callable[[int], None]) -> None:
         """Lets a thread wait for arrays, and note their time; one thread waits for an `order`."""

@@ -18,23 +18,16 @@ from jaxpp.runtime.transport._handshake import Addresses, Door, SocketKind, conn
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Peer:
-    """The connection to another process.
-
-    Args:
-        rank: the first rank of that process.
-        reader: reads the connection.
-        thread: writes what cannot be written at once, from the first such message on.
-        tasks: the messages that the thread has to write; None ends it.
-        unsent: those that have not been written, each with its `arrays` whose values it waits for.
-        lost: the reason why the process cannot be reached any more; empty while it can.
-        ended: whether all that came from it has been read.
-    """
+    """The connection to another process, whose first rank is `rank`."""
 
     rank: int
     reader: Reader
+    #: Writes what cannot be written at once: the messages of `tasks`, until it gets None there.
     thread: threading.Thread | None = None
     tasks: "queue.SimpleQueue[Any]" = dataclasses.field(default_factory=queue.SimpleQueue)
+    #: What has not been written, each with its `arrays` whose values it waits for.
     unsent: collections.deque[Any] = dataclasses.field(default_factory=collections.deque)
+    #: Why the process cannot be reached any more, and whether all that came has been read.
     lost: str = ""
     ended: bool = False
 
@@ -47,14 +40,9 @@ class Connections:
     to wait. A message that has been read is kept until it is received, so the schedule bounds the
     number of these. A thread of each connection writes what cannot be written at once.
 
-    Args:
-        epoch: the number of the epoch.
-        transport: the one whose connections they are. Its `memory` is called with each header that
-            comes, `take` with each message, `write` with what was `put`, `on_failure` with the
-            error, on some thread, when a process is lost or after an abort.
-        secret: some bytes that the processes have in common and nobody else has.
-        address: the address of this host at which other hosts reach it, if they can.
-        kind: the sort of connections that this process opens.
+    Of the `transport` its `memory` is called with each header that comes, `take` with each message,
+    `write` with what was `put`, and `on_failure` with the error, on some thread, when a process is
+    lost or after an abort. For `secret`, `address` and `kind` see `SocketTransport`.
     """
 
     def __init__(
@@ -70,7 +58,6 @@ class Connections:
         self.peers: dict[int, Peer] = {}
         #: For each rank the first rank of its process; none before `connect`.
         self._firsts: dict[int, int] = {}
-        #: Guards the state that threads share; signals what a thread may wait for.
         self._changed = threading.Condition()
         #: Tells whether a thread reads. A byte on `_bell` wakes it.
         self._pumping = self._over = False
@@ -205,9 +192,12 @@ class Connections:
         except BaseException as error:
             self.abort(error)
 
+    def _peer(self, rank: int) -> Peer | None:
+        return self.peers.get(self._firsts.get(rank, -1))
+
     def ended(self, rank: int) -> bool:
         """Tells whether no message comes from a rank any more."""
-        peer = self.peers.get(self._firsts.get(rank, -1))
+        peer = self._peer(rank)
         return peer is None or peer.ended
 
     def check(self) -> None:
@@ -221,8 +211,7 @@ class Connections:
     def reach(self, rank: int) -> Peer:
         """Returns the connection to a rank; raises an error if there is none any more."""
         self.check()
-        peer = self.peers.get(self._firsts.get(rank, -1))
-        if peer is None:
+        if (peer := self._peer(rank)) is None:
             known = sorted(r for r, first in self._firsts.items() if first in self.peers)
             raise TransportError(
                 f"Rank {self._rank} has to reach rank {rank}, and is connected to ranks {known}; "

@@ -49,7 +49,7 @@ Bytes = bytes | memoryview
 
 
 class Header(NamedTuple):
-    """The header of a message: its program, call, tag and source, and the bytes that follow."""
+    """The header of a message; `nbytes` follow."""
 
     program: int
     call: int
@@ -73,15 +73,10 @@ class Header(NamedTuple):
 
 
 class Unpacker:
-    """Makes the arrays of messages of the same types from their bytes.
+    """Makes the arrays of messages of the same types from their bytes, for a home.
 
     Where a rank has several processes, those of the same number in their ranks send each other
     their shares.
-
-    Args:
-        types: of the arrays.
-        specs: how each is split there; none where all are whole.
-        home: of the rank that a message comes to, or goes from.
     """
 
     def __init__(self, types: Sequence[ArrayType], specs: Sequence[Spec], home: Home):
@@ -139,10 +134,7 @@ def padded(nbytes: int) -> int:
 
 
 def to_send(header: Header, arrays: Sequence[Bytes]) -> list[Bytes]:
-    """Returns the bytes of a message in pieces, a small one in one.
-
-    `arrays` are the bytes of each array.
-    """
+    """Returns the bytes of a message in pieces, a small one in one, of those of its arrays."""
     pieces: list[Bytes] = [header.pack()]
     for array in arrays:
         pieces += [array, _PADDING[: -len(array) % ALIGNMENT]]
@@ -154,9 +146,7 @@ def send_some(
 ) -> None:
     """Sends as many bytes as the connection takes at once, and removes them from `pieces`.
 
-    Raises:
-        BlockingIOError: if it takes none now.
-        OSError: if the connection has ended.
+    Raises a `BlockingIOError` if it takes none now, another `OSError` if it has ended.
     """
     sent = connection.sendmsg(pieces[:_MOST_PIECES], [], flags)
     while pieces and sent >= len(pieces[0]):
@@ -166,10 +156,7 @@ def send_some(
 
 
 class Read(NamedTuple):
-    """A message that has been read, and its bytes or its arrays.
-
-    `start_ns` and `end_ns` are when its header was seen, and when it was ready.
-    """
+    """A message that has been read: its bytes or arrays, when it was begun, and when ready."""
 
     header: Header
     data: Any
@@ -181,11 +168,8 @@ class Reader:
     """A connection to another process, from which one thread at a time reads.
 
     It reads small messages together, in one system call, and large ones into memory of their own.
-    A thread may stop within a message; the next one goes on there.
-
-    Args:
-        connection: the connection; nobody else reads from it.
-        begin: called with each header; checks it, and gives the memory for a large message.
+    A thread may stop within a message; the next one goes on there. `begin` is called with each
+    header; it checks it, and gives the memory for a large message.
     """
 
     def __init__(self, connection: socket.socket, begin: Callable[[Header], Any]):

@@ -173,10 +173,9 @@ class Door:
     Args:
         name: that of its threads.
         secret: some bytes that all processes of the mesh know.
-        address: the address of this host at which other hosts reach it; None listens only for
-            processes of this host.
-        enter: called with the epoch, the rank and the connection of who has proved to be of the
-            mesh; takes the connection in, and tells whether it has.
+        address: the address of this host for other hosts; None listens for this host alone.
+        enter: takes in the epoch, the rank and the connection of who has proved to be of the mesh,
+            and tells whether it has.
         port: the TCP port; by default any that is free.
     """
 

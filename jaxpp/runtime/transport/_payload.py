@@ -10,12 +10,7 @@ from jaxpp.runtime.arrays import ArrayType, Home, from_host, plain, resplit, sha
 
 
 class Payload:
-    """The arrays of a message without those that are empty; keys are integers, as on the host.
-
-    Args:
-        message: the message.
-        home: of the rank that it comes to, or goes from.
-    """
+    """The arrays of a message, at home in a rank, but for empty ones; keys are integers."""
 
     def __init__(self, message: Message, home: Home):
         self._home = home

@@ -19,8 +19,8 @@ LEAVE_TIMEOUT = 1
 def free_port(host: str = "127.0.0.1") -> int:
     """Finds a port of this host that nothing listens on, and keeps it for this process.
 
-    The process has a socket at the port that never listens. JAX's own sockets may share the port
-    with it (both have the options for that); those of other programs may not.
+    A socket that never listens keeps it. JAX's own sockets may share the port with that (both have
+    the options for it); those of other programs may not.
     """
     kept = socket.socket()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
@@ -70,15 +70,7 @@ def leave_processes() -> None:
 
 
 def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
-    """Makes the home of a rank from its joined processes: their devices, process after process.
-
-    Args:
-        sizes: the axes inside the rank, and their sizes.
-        rank: its number, for errors.
-
-    Raises:
-        ValueError: a process has too few devices.
-    """
+    """Makes the home of a rank from its joined processes: their devices, process after process."""
     found: dict[int, list[Any]] = collections.defaultdict(list)
     for device in jax.devices():
         found[device.process_index].append(device)
@@ -91,8 +83,7 @@ def first_devices(
 ) -> list[Any]:
     """Returns the first devices of a process: as many as its rank needs of each of its `processes`.
 
-    Raises:
-        ValueError: there are fewer.
+    Raises a `ValueError` if there are fewer.
     """
     needed = math.prod(sizes.values()) // processes
     if len(devices) < needed:

@@ -68,11 +68,6 @@ class Puller:
 
     Each box of an array, as the rank's devices hold it, goes once. Devices that hold the same box
     have it from the first of them.
-
-    Args:
-        message: a registered one.
-        home: of the rank that it comes to, or goes from.
-        pulls: of this process.
     """
 
     at_once, nbytes = True, TICKET
@@ -104,11 +99,7 @@ class Puller:
         return [self._pulls.offer(jax.block_until_ready(own))]
 
     def __call__(self, ticket: bytes) -> list[Any]:
-        """Pulls the arrays of a message.
-
-        Raises:
-            PeerLost: they do not come.
-        """
+        """Pulls the arrays of a message; raises `PeerLost` if they do not come."""
         try:
             arrived = iter(self._pulls.pull(ticket, self._wanted))
             with jax.enable_x64(True):

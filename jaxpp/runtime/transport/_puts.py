@@ -124,13 +124,7 @@ class Puts:
 
 
 class Put:
-    """A transfer: the arrays of a message, from a home in one process to a home in another.
-
-    Args:
-        message: the message.
-        homes: of all ranks.
-        here: the ranks of this process.
-    """
+    """A transfer: the arrays of a message, from a home in one process to a home in another."""
 
     def __init__(self, message: Message, homes: Mapping[int, Home], here: Collection[int]):
         self.message = message
@@ -147,10 +141,9 @@ class Put:
                 ]
 
     def issue(self, arrays: Sequence[Any] = ()) -> list[Any]:
-        """Issues the transfer; returns the arrays where this process has the target.
+        """Issues the transfer, of `arrays` where this process has the source.
 
-        Args:
-            arrays: where this process has the source, those of the message.
+        Returns the arrays where this process has the target.
         """
         with jax.enable_x64(True):
             moved = self._copies(arrays) if arrays else self._absent

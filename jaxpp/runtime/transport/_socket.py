@@ -38,11 +38,7 @@ MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Outgoing:
-    """A message to another process, and what makes its bytes.
-
-    Once the values of its arrays have been read, it has none any more, but the pieces of its bytes
-    that have not been written yet.
-    """
+    """A message to another process: its arrays; then the pieces of its bytes yet to be written."""
 
     header: Header
     arrays: list[Any]
@@ -342,11 +338,7 @@ class SocketTransport:
             connections.wait(lambda: not connections.reading(arrays))
 
     def flush(self) -> None:
-        """Waits until all messages have left.
-
-        Raises:
-            Aborted: if the transport was aborted, or a value to send could not be computed.
-        """
+        """Waits until all messages have left; raises `Aborted` as `receive` does."""
         connections = self.connections
         connections.wait(lambda: not connections.unsent)
         connections.check()
