@@ -28,18 +28,12 @@ from jaxpp._specs import Spec, partition_spec
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh, one of them the pipeline axis.
-
-    Args:
-        shape: the size of each axis.
-        names: the name of each axis.
-        num_ranks: the size of the pipeline axis.
-        inside: the mesh of every rank, without its devices; None where there is no other axis.
-    """
+    """The axes of a mesh, one of them the pipeline axis, of size `num_ranks`."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
     num_ranks: int
+    #: The mesh of every rank, without its devices; None where there is no other axis.
     inside: AbstractMesh | None
 
 
@@ -49,13 +43,7 @@ def check_axes(
     axis_names: Sequence[str],
     axis_types: Sequence[AxisType] | None = None,
 ) -> Axes:
-    """Checks the axes of a mesh.
-
-    Args:
-        kind: what the mesh is called, for errors.
-        shape: the size of each axis.
-        axis_names: the name of each axis.
-        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
+    """Checks the axes of a mesh of some kind, which are given as to `jax.make_mesh`.
 
     Raises:
         ValueError: the names or types are not one for each axis, or the names are not different;
@@ -94,10 +82,6 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
     """Returns the home of a rank that has a process of its own.
 
     A single device is the home itself, whatever the axes: arrays get there in the shortest time.
-
-    Args:
-        devices: those of the rank, in the order of its axes.
-        sizes: the axes inside the rank, and their sizes.
 
     Example:
         >>> home_over(jax.devices()[:1], {"data": 1, "model": 1}) == jax.devices()[0]

@@ -21,15 +21,7 @@ from jaxpp.runtime.arrays import Home, devices_of, sharding_in
 
 
 def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
-    """Compiles a step's computations.
-
-    Args:
-        bundle: the step.
-        homes: where the arrays of each rank are.
-
-    Returns:
-        For each rank, the executables by the number of their computation.
-    """
+    """Compiles a step's computations; returns for each rank its executables by their numbers."""
     used = [
         sorted({i.computation for i in p.instructions if isinstance(i, Run)})
         for p in bundle.programs
@@ -85,11 +77,7 @@ def _shape_of(home: Home) -> Any:
 
 
 class Executables:
-    """A computation compiled for one home, and loaded on others when they need it.
-
-    Args:
-        compile: compiles it for a home.
-    """
+    """A computation that `compile` compiles for a home; loaded on others when they need it."""
 
     def __init__(self, compile: Callable[[Home], Any] | None = None) -> None:
         self.compile = compile
@@ -108,10 +96,7 @@ class Executables:
 
 @functools.lru_cache(maxsize=512)
 def _kept(key: Hashable) -> Executables:
-    """Returns the executables of a key, empty at first; those not used the longest are dropped.
-
-    Keys name objects of a computation by their ids; its executables hold the computation.
-    """
+    """Returns the executables of a key, empty at first, which hold what its ids name."""
     return Executables()
 
 
@@ -151,11 +136,7 @@ def _check_bits(computation: Computation, home: Home) -> None:
 
 
 def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
-    """Lowers a computation for devices of this process.
-
-    Raises:
-        ValueError: XLA cannot run it on these devices.
-    """
+    """Lowers a computation for devices of this process; a `ValueError` where XLA cannot run it."""
     _check_bits(computation, home)
     invars = computation.jaxpr.jaxpr.invars
     in_specs = computation.in_specs or ((),) * len(invars)
@@ -218,10 +199,7 @@ def copies(computation: Computation) -> bool:
 
 
 class Copier:
-    """Copies arrays as an executable would, but not in the order of the device's computations.
-
-    It does not wait for the copies: who reads one of them does.
-    """
+    """Copies arrays as an executable would, but not in the order of the device's computations."""
 
     def __init__(self, computation: Computation, home: Home):
         jaxpr, specs = computation.jaxpr, computation.out_specs

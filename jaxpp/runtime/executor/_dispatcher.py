@@ -40,12 +40,9 @@ class Dispatcher:
         self._running: Executor | None = None
 
     def run(self, execute: Callable[[Executor, Chunk], None] | None = None) -> None:
-        """Dispatches the step; its inputs are in their slots.
+        """Dispatches the step, by `execute` if given; its inputs are in their slots.
 
         An error leaves `at` where it was raised.
-
-        Args:
-            execute: lets an executor run some instructions in order; `Executor.execute` by default.
         """
         for executor, chunk in self._runs:
             self._running = executor
@@ -70,11 +67,7 @@ class Dispatcher:
 
 
 def turns_of(programs: Sequence[Program]) -> list[int]:
-    """Returns the ranks in the order in which pieces of their programs are dispatched.
-
-    Raises:
-        RuntimeError: if the programs wait for each other.
-    """
+    """Returns the ranks in the order of `interleave`."""
     return [rank for rank, _ in interleave(programs)]
 
 

@@ -25,12 +25,8 @@ _TIMEOUT = 60.0
 class Records:
     """All that a process has recorded; times are nanoseconds of its clock.
 
-    Args:
-        runs: each run, with what was seen of it.
-        sent: for the call and the tag of a message, when its sending started and ended.
-        received: the same of its receiving.
-        calls: the step of each call.
-        errors: why some of the runs are not known.
+    `sent` and `received` have a start and an end for the call and the tag of a message, `calls` the
+    step of each call, `errors` why some of the runs are not known.
     """
 
     runs: dict[Where, Seen] = dataclasses.field(default_factory=dict)
@@ -69,10 +65,7 @@ class Recorder:
         return jax.profiler.StepTraceAnnotation("jaxpp step", step_num=call)
 
     def execute(self, executor: Executor, chunk: Chunk, call: int, step: int) -> None:
-        """Lets an executor run some instructions in order, and records them.
-
-        `call` and `step` are the numbers of the call and of the step that is called.
-        """
+        """Lets an executor run some instructions of a call of a step, and records them."""
         known, rank = self.prepare(executor), executor.program.rank
         self._records.calls[call] = step
         for instruction in chunk:
@@ -105,10 +98,7 @@ class Recorder:
         futures.wait(self._clocked, _TIMEOUT)
 
     def stop(self, profile: pathlib.Path | None = None) -> Records:
-        """Ends the threads, and returns all records; the times of runs are in a profile's folder.
-
-        Without one only runs that threads have clocked are known.
-        """
+        """Returns all records; without the folder of a profile, runs that threads have clocked."""
         _, late = futures.wait(self._clocked, _TIMEOUT)
         for thread in self._threads.values():
             thread.shutdown(wait=False)
