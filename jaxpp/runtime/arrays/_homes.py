@@ -160,10 +160,12 @@ def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
 
 
 @functools.lru_cache(4096)
-def boxes_here(shape: tuple[int, ...], sharding: Sharding) -> tuple[Box, ...]:
-    """Returns the boxes of an array that the devices of this process hold, each once, in order."""
-    held = sharding.addressable_devices_indices_map(shape)
-    return tuple(dict.fromkeys(box_of(index, shape) for index in held.values()))
+def boxes_here(shape: tuple[int, ...], sharding: Sharding) -> dict[Box, list[Any]]:
+    """Returns the boxes of an array that this process holds, in order, with the devices of each."""
+    held: dict[Box, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        held.setdefault(box_of(index, shape), []).append(device)
+    return held
 
 
 @functools.lru_cache(16)

@@ -320,10 +320,10 @@ Share = tuple[Sequence[Box], np.ndarray]
 
 def own_share(array: Any) -> Share:
     """Returns the share of this process in an array: what its devices hold, each part once."""
-    boxes = boxes_here(array.shape, array.sharding) if isinstance(array, jax.Array) else ()
-    if not boxes:  # float0, which no device has
+    if not isinstance(array, jax.Array):  # float0, which no device has
         return (), np.empty(0, np.uint8)
     held = {box_of(s.index, array.shape): s.data for s in array.addressable_shards}
+    boxes = tuple(boxes_here(array.shape, array.sharding))
     return boxes, np.concatenate([to_host(held[box]) for box in boxes])
 
 

@@ -23,10 +23,7 @@ Offset = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The times of two clocks at one moment, in nanoseconds: that of a host, and that of the day.
-
-    `host` is the same for all processes that share the first one.
-    """
+    """The times of the clock of a host, which it names, and of the day, in nanoseconds."""
 
     host: str
     monotonic_ns: int

@@ -84,8 +84,10 @@ class Unpacker:
         self._shared, makes, sent = spans(home), [], list(types)
         self._device_memory = devices_of(home)[0].platform != "cpu"
         for n, (type_, spec) in enumerate(zip(types, self._specs, strict=True)):
-            boxes = boxes_here(type_.shape, sharding_in(home, spec)) if self._shared else None
-            sent[n] = type_ if boxes is None else type_.share(boxes)
+            boxes = None
+            if self._shared:
+                boxes = tuple(boxes_here(type_.shape, sharding_in(home, spec)))
+                sent[n] = type_.share(boxes)
             makes.append(
                 functools.partial(from_host, array_type=type_, home=home, spec=spec, boxes=boxes)
             )

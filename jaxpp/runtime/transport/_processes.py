@@ -44,11 +44,8 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, *, hos
     The death of process 0, which has the coordinator, ends the others at once. The death of another
     one ends them when its heartbeats have been missed for 100 s; collectives with it fail at once.
 
-    Args:
-        coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
-        num_processes: how many there are.
-        process_id: the number of this one.
-        host: the address of this host at which the others reach it.
+    Process 0 listens at the `coordinator`, `"127.0.0.1:12345"`, whose port is not 0. The others
+    reach this host at `host`.
     """
     _compat.serve_collectives_at(host)
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end the process

@@ -6,14 +6,13 @@ number it has the arrays. Order, authentication and the end of a rank are those 
 
 import secrets
 import socket
-from collections import defaultdict
 from typing import Any
 
 import jax
 from jax.experimental import transfer
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import Box, Home, box_of, devices_of, sharding_in
+from jaxpp.runtime.arrays import Home, box_of, boxes_here, devices_of, sharding_in
 from jaxpp.runtime.transport._errors import PeerLost
 from jaxpp.runtime.transport._handshake import HANDSHAKE_TIMEOUT
 from jaxpp.runtime.transport._payload import Payload
@@ -76,7 +75,7 @@ class Puller:
         self._source, self._pulls, self._payload = message.source, pulls, Payload(message, home)
         self.prepared = self._payload.of
         #: For each array its boxes, and the devices of this process that hold them.
-        self._held = [_devices_by_box(type_) for type_ in self._payload.types]
+        self._held = [boxes_here(t.shape, t.sharding) for t in self._payload.types]
         self._wanted = [
             jax.ShapeDtypeStruct(
                 tuple(stop - start for start, stop in box),
@@ -114,10 +113,3 @@ class Puller:
                 return self._payload.whole(arrays)
         except (RuntimeError, ValueError, OSError) as error:
             raise PeerLost(self._source, f"arrays could not be pulled from it ({error})") from error
-
-
-def _devices_by_box(type_: Any) -> dict[Box, list[Any]]:
-    found: dict[Box, list[Any]] = defaultdict(list)
-    for device, index in type_.sharding.addressable_devices_indices_map(type_.shape).items():
-        found[box_of(index, type_.shape)].append(device)
-    return dict(found)

@@ -115,10 +115,8 @@ class SocketTransport:
     def connect(self, peers: Mapping[int, Addresses]) -> None:
         """Connects to the processes before this one; those behind it connect to this one.
 
-        Once it has returned in all processes, they are connected. None listens any more then.
-
-        Args:
-            peers: the addresses of all ranks; those of one process are the same.
+        Once it has returned in all processes, they are connected, and none listens any more. The
+        ranks of one process have the same addresses.
 
         Raises:
             PeerLost: a process is gone.
@@ -175,10 +173,9 @@ class SocketTransport:
     ) -> None:
         """Registers the messages that these ranks send and receive in a program.
 
-        Arrays of large registered messages are made as they come in. Those of other messages are
-        made on the thread that receives them. What is sent under a `late` tag is copied first: a
-        computation may take its memory before it has left. The `transfers` are those of all
-        processes, in their order, where `jax.device_put` moves them.
+        Arrays of large registered messages are made as they come in, all others on the thread that
+        receives them. What is sent under a `late` tag is copied first: a computation may take its
+        memory before it has left. `transfers` are those of all processes, in order, for `Puts`.
         """
         if self._puts is not None:
             self._puts.expect(transfers, program)
@@ -223,7 +220,6 @@ class SocketTransport:
         Raises:
             PeerLost: if that rank is gone.
             Aborted: if the transport was aborted, or an earlier value could not be computed.
-            TransportError: if that rank is not connected.
         """
         connections, late = self.connections, message.tag in self._late.get(self._program, ())
         if message.target in self.homes:
@@ -361,14 +357,7 @@ class SocketTransport:
         """Starts afresh after a failure, without connections; drops messages on their way.
 
         Abort all ranks before the first one is reset. Else a rank would take the end of its
-        connections for the loss of a rank. Reset all before the first one connects.
-
-        Args:
-            epoch: a number that has not been used; the same on all ranks.
-
-        Raises:
-            ValueError: the epoch has been used.
-            OSError: this process cannot listen.
+        connections for the loss of a rank. Reset all to the same unused epoch before one connects.
         """
         used = self.connections.epoch
         if self._closed or epoch <= used:
