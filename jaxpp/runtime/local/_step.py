@@ -33,7 +33,6 @@ from jaxpp.runtime.executor import (
     turns_of,
 )
 from jaxpp.runtime.local._tracing import LocalTracing
-from jaxpp.runtime.trace import Recorder
 from jaxpp.runtime.transport import RUN_AHEAD, Near
 
 #: A rank's executor, its home, and a slot.
@@ -144,19 +143,10 @@ class LocalStep:
         return describe(self.bundle, self.inspect())
 
     def _dispatch(self) -> None:
-        if self._tracing.recorder is not None:
-            self._dispatch_and_record(self._tracing.recorder)
-            return
-        self._dispatcher.run()
-
-    def _dispatch_and_record(self, recorder: Recorder) -> None:
-        call, number = self._tracing.begin(self.bundle), id(self.bundle)
-        for executor in self.executors:
-            recorder.prepare(executor)
-        with recorder.calling(call):
-            self._dispatcher.run(
-                lambda executor, chunk: recorder.execute(executor, chunk, call, number)
-            )
+        if (recorder := self._tracing.recorder) is None:
+            self._dispatcher.run()
+        else:
+            recorder.run(self._dispatcher, self._tracing.begin(self.bundle), id(self.bundle))
 
 
 def _check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> None:

@@ -156,11 +156,8 @@ class Process:
         recorder = self.transport.recorder
         if recorder is None:
             dispatcher.run()
-            return
-        with recorder.calling(call.number):
-            dispatcher.run(
-                lambda executor, chunk: recorder.execute(executor, chunk, call.number, call.step)
-            )
+        else:
+            recorder.run(dispatcher, call.number, call.step)
 
     @in_order
     def load(self, loadings: Mapping[int, Loading]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpp._program import Message, Run, Send
-from jaxpp.runtime.executor import Chunk, Executor
+from jaxpp.runtime.executor import Chunk, Dispatcher, Executor
 from jaxpp.runtime.trace._clock import clock
 from jaxpp.runtime.trace._profile import Module, Seen, match, module_of, read_profile
 from jaxpp.runtime.trace._result import Where
@@ -60,13 +60,16 @@ class Recorder:
         self._clocked: list[futures.Future[None]] = []
         self._records = Records()
 
-    def calling(self, call: int) -> Any:
-        """Makes the context of a call's dispatch, which tools show as a step."""
-        return jax.profiler.StepTraceAnnotation("jaxpp step", step_num=call)
+    def run(self, dispatcher: Dispatcher, call: int, step: int) -> None:
+        """Lets a dispatcher run a call of a step, and records it; tools show it as a step."""
+        for executor in dispatcher.executors.values():
+            self._prepare(executor)
+        with jax.profiler.StepTraceAnnotation("jaxpp step", step_num=call):
+            dispatcher.run(lambda executor, chunk: self.execute(executor, chunk, call, step))
 
     def execute(self, executor: Executor, chunk: Chunk, call: int, step: int) -> None:
         """Lets an executor run some instructions of a call of a step, and records them."""
-        known, rank = self.prepare(executor), executor.program.rank
+        known, rank = self._prepare(executor), executor.program.rank
         self._records.calls[call] = step
         for instruction in chunk:
             start = clock()
@@ -112,7 +115,7 @@ class Recorder:
             records.errors.extend(errors)
         return records
 
-    def prepare(self, executor: Executor) -> dict[int, tuple[int, Module | None]]:
+    def _prepare(self, executor: Executor) -> dict[int, tuple[int, Module | None]]:
         """Finds the position of each run of an executor, and its module, by the run's id."""
         if id(executor) not in self._programs:
             modules = [

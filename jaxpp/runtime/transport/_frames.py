@@ -57,11 +57,6 @@ class Header(NamedTuple):
     source: int
     nbytes: int
 
-    @staticmethod
-    def at(data: memoryview, start: int) -> "Header":
-        """Reads the header that starts somewhere in some bytes."""
-        return Header(*_HEADER.unpack_from(data, start))
-
     def pack(self) -> bytes:
         """Returns the bytes of the header."""
         return _HEADER.pack(*self)
@@ -200,7 +195,7 @@ class Reader:
         if self._header is None:
             if self._end - self._at < HEADER_SIZE:
                 return None
-            header = Header.at(self._ahead, self._at)
+            header = Header(*_HEADER.unpack_from(self._ahead, self._at))
             self._start = time.monotonic_ns()
             self._large = self._begin(header)
             self._header, self._done = header, 0
