@@ -34,12 +34,13 @@ def axes_of(case):
     return shape, ("mpmd", "data")[: len(shape)]
 
 
-def loss_fn(params, x, callbacks=False):
+def loss_fn(params, batch, callbacks=False):
+    x = batch  # the first and the last rank read it
     for i, w in enumerate(params):
         x = jnp.tanh((x if i == 0 else jaxpp.pipeline_enter_stage(x)) @ w)
         if callbacks:
             jax.debug.callback(lambda n, i=i: print(f"stage {i} in {os.getpid()}", flush=True), 1)
-    return jnp.mean((x - 0.5) ** 2)
+    return jnp.mean((x - 0.5 * batch) ** 2)
 
 
 def batch(number):
@@ -217,7 +218,7 @@ def faulty(folder, fault):
     def load(number):
         if fault == "feed" and number == 5 and me == 0:
             raise KeyError("no such batch")
-        return batch(number)
+        return batch(number + 1000 * me if fault == "loads" and number == 5 else number)
 
     me = int(os.environ["RANK"])
     limit = float(os.environ.get("JAXPP_TEST_START_TIMEOUT", "60"))
