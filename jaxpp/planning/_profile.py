@@ -225,6 +225,10 @@ def profile(
         )
     several = map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
     bench = _Bench(mesh, in_specs, several, figures, repeats)
+    return _profiled(finest, at_least, grad_fn, bench)
+
+
+def _profiled(finest: Finest, at_least: int, grad_fn: Any, bench: "_Bench") -> Profile:
     count = len(finest.crossing) + 1
     step, whole, busy = bench.run(schedule(grad_fn, Interleaved1F1B(stages_per_rank=count)))
     _, halves, _ = bench.run(schedule(grad_fn, InterleavedZeroBubble(stages_per_rank=count)))
@@ -232,7 +236,7 @@ def profile(
         tuple(times.get((kind, unit), 0.0) for unit in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
     )
-    sizes = {} if mesh.inside is None else dict(mesh.inside.shape)
+    sizes = {} if bench.mesh.inside is None else dict(bench.mesh.inside.shape)
     kept = _activations(step, count, sizes)
     needs = dependencies_of(step.bundle)
     reads = tuple(
