@@ -323,6 +323,12 @@ def test_stages_may_be_a_graph():
     assert found.lower_bound <= found.value
 
 
+def test_a_stage_may_read_a_later_one():
+    found = synthesize(Costs(), (0, 1), 2, stage_inputs=((1,), ()), evaluations=1)
+    check(found.table)
+    assert found.lower_bound == found.value == synthesize(Costs(), (1, 0), 2).value
+
+
 def test_costs_may_depend_on_the_microbatch():
     costs = Costs(forward=lambda task: 1.0 + task.microbatch % 2)
     found = synthesize(costs, loop(3), 6)

@@ -61,11 +61,13 @@ _RECENT = 6
 
 @dataclass(frozen=True)
 class _Ops:
-    """The problem for one microbatch, the cheapest; an op has a greater number than its inputs."""
+    """The problem for one microbatch, the cheapest, as the proofs need it."""
 
     time: list[float]
     inputs: list[list[tuple[int, float]]]
     readers: list[list[tuple[int, float]]]
+    #: The ops, each after its inputs.
+    sorted: list[int]
     #: For each op, the ops of its rank that must come before it, and those after it.
     before: list[list[int]]
     after: list[list[int]]
@@ -143,7 +145,7 @@ def _ops(problem: Problem) -> _Ops:
     inputs = [[(need, min(delays)) for need, delays in own] for own in problem.inputs]
     readers = [[(reader, min(delays)) for reader, delays in own] for own in problem.outputs]
     ancestors: list[set[int]] = [set() for _ in range(count)]
-    for op in range(count):
+    for op in problem.sorted_ops:
         for need, _ in inputs[op]:
             ancestors[op] |= ancestors[need] | {need}
     rank = problem.op_rank
@@ -155,7 +157,7 @@ def _ops(problem: Problem) -> _Ops:
         if kind is Kind.F and change[op] > 0:
             frees[op] = _freed_by(problem, at, change, op, stage)
     chains = [_chains(problem, change, r) for r in range(problem.num_ranks)]
-    return _Ops(time, inputs, readers, before, after, frees, change, chains)
+    return _Ops(time, inputs, readers, problem.sorted_ops, before, after, frees, change, chains)
 
 
 def _chains(problem: Problem, change: Sequence[float], rank: int) -> list[list[int]]:
@@ -182,9 +184,9 @@ def _direction(problem: Problem, ops: _Ops, sign: int) -> _Direction:
         for own in problem.rank_ops
     ]
     if sign > 0:
-        rules = count, ops.inputs, ops.frees, [_before(ops, op) for op in count]
+        rules = ops.sorted, ops.inputs, ops.frees, [_before(ops, op) for op in count]
     else:
-        rules = count[::-1], ops.readers, freed, [_after(ops, freed, op) for op in count]
+        rules = ops.sorted[::-1], ops.readers, freed, [_after(ops, freed, op) for op in count]
     return _Direction(sign, *rules, frees, _excess(problem, ops, rules[-1], frees, sign))
 
 
@@ -411,7 +413,7 @@ def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
 def _longest(ops: _Ops, first: int, last: int) -> float:
     """Returns the time from the start of an op to the end of another, for one microbatch."""
     ends = {first: ops.time[first]}
-    for op in range(first, len(ops.time)):
+    for op in ops.sorted:
         arrivals = [ends[need] + delay for need, delay in ops.inputs[op] if need in ends]
         if arrivals and op != first:
             ends[op] = max(arrivals) + ops.time[op]

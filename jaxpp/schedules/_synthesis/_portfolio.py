@@ -236,10 +236,10 @@ class Rules:
 def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:
     """Returns for each op the earliest start and the time to the end, for one microbatch alone."""
     head, tail = [0.0] * len(time), [0.0] * len(time)
-    for op, readers in enumerate(problem.outputs):  # an op comes after those that it waits for
-        for reader, delays in readers:
+    for op in problem.sorted_ops:
+        for reader, delays in problem.outputs[op]:
             head[reader] = max(head[reader], head[op] + time[op] + delays[0])
-    for op in reversed(range(len(time))):
+    for op in reversed(problem.sorted_ops):
         for reader, delays in problem.outputs[op]:
             tail[op] = max(tail[op], tail[reader] + time[reader] + delays[0])
     return head, [t + own for t, own in zip(tail, time, strict=True)]

@@ -71,6 +71,18 @@ class Problem:
         return inputs
 
     @functools.cached_property
+    def sorted_ops(self) -> list[int]:
+        """The ops, each after those that it waits for."""
+        missing = [len(own) for own in self.inputs]
+        order = [op for op, count in enumerate(missing) if not count]
+        for op in order:
+            for reader, _ in self.outputs[op]:
+                missing[reader] -= 1
+                if not missing[reader]:
+                    order.append(reader)
+        return order
+
+    @functools.cached_property
     def local(self) -> list[list[int]]:
         """For each op, the ops of its rank that it comes after, for the same microbatch."""
         rank = self.op_rank
