@@ -49,7 +49,7 @@ class Saved:
 Piece = tuple[Saved, tuple[int, ...], np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Wanted:
     """A leaf of a checkpoint that is wanted, or some rows of an array."""
 
@@ -64,12 +64,12 @@ class Wanted:
     #: The start and the stop of the rows; None for all.
     rows: tuple[int, int] | None = None
 
-    @property
+    @functools.cached_property
     def type(self) -> ArrayType:
         """The type of the whole array."""
         return type_in_file(self.like)
 
-    @property
+    @functools.cached_property
     def part(self) -> ArrayType:
         """The type of what is wanted."""
         if self.rows is None:
