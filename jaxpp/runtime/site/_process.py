@@ -89,6 +89,8 @@ class Process:
         #: The way of the ranks to others, and what gives the value of a reference.
         self.transport: Any = None
         self.get: Callable[[Any], Any]
+        #: Called with each array that a rank has loaded: the rank, the batch, which one, its value.
+        self.took: Callable[[int, int, int, Any], None] = lambda *_: None
         #: What the ranks run, by number.
         self.computations: dict[int, WithSettings] = {}
         self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))

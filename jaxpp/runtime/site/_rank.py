@@ -124,6 +124,7 @@ class Rank:
                 self.feeds = True
                 found = self.loader.take(batch, leaf, make.array_type)
                 self.feeds = False
+                self._site.took(self.rank, batch, leaf, found)
                 return make.of_loaded(found)
 
     def take_results(self, step: int, first: int) -> None:

@@ -2,6 +2,7 @@
 
 from jaxpp.runtime.transport._errors import Aborted as Aborted
 from jaxpp.runtime.transport._errors import NotComputed as NotComputed
+from jaxpp.runtime.transport._errors import NotOpened as NotOpened
 from jaxpp.runtime.transport._errors import PeerLost as PeerLost
 from jaxpp.runtime.transport._errors import TransportError as TransportError
 from jaxpp.runtime.transport._handshake import Addresses as Addresses

@@ -21,6 +21,10 @@ class PeerLost(TransportError):
         return f"The connection to rank {self.rank} is lost: {self.reason}."
 
 
+class NotOpened(PeerLost):
+    """The other end took a connection, and then did not do as a rank does: it may be none."""
+
+
 class Aborted(TransportError):
     """The error of a send or a receive after the transport was aborted; the cause is chained."""
 

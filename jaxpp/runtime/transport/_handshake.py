@@ -21,7 +21,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, Literal
 
-from jaxpp.runtime.transport._errors import PeerLost, TransportError
+from jaxpp.runtime.transport._errors import NotOpened, PeerLost, TransportError
 
 SocketKind = Literal["auto", "unix", "tcp"]
 
@@ -115,9 +115,9 @@ def connect(
             raise TransportError(
                 f"Rank {target} and rank {source} do not have the same secret."
             ) from error
-        except (OSError, EOFError) as error:
-            reason = f"it ended the connection before it was open ({error or 'closed'})"
-            raise PeerLost(target, reason) from error
+        except (OSError, EOFError, AssertionError) as error:  # the last of what is no handshake
+            reason = f"it did not open the connection ({error or 'closed'})"
+            raise NotOpened(target, reason) from error
         if not admitted:
             raise TransportError(
                 f"Rank {target} is not in epoch {epoch}, in which rank {source} is; reset both to "
