@@ -110,14 +110,8 @@ def to_host(array: Any) -> np.ndarray:
     Of an array that several processes hold, these are the bytes of the boxes that this one holds,
     each once, in the order of its devices.
 
-    On CPU the bytes are the array's own memory where host and device store the dtype alike. This
-    view must not be written to. While the view lives, the array's memory is not donated.
-
-    Args:
-        array: an array of any dtype, on one device or split over several.
-
-    Returns:
-        The bytes, `uint8` of one axis.
+    On CPU the bytes, `uint8` of one axis, are the array's own memory where host and device store
+    the dtype alike. This view must not be written to. While it lives, the memory is not donated.
 
     Raises:
         Exception: what the computation of the array raised.
@@ -211,11 +205,8 @@ def from_boxes(
 ) -> jax.Array:
     """Makes an array of boxes on the host, whose memory it may keep as `from_host` does.
 
-    Args:
-        part: gives a box; called for each device of this process.
-        array_type: the type of the array.
-        sharding: where it goes, and into which memory there; None for the default device, to which
-            the array is not committed.
+    `part` gives the box of each device of this process. Without a sharding the array goes to the
+    default device, to which it is not committed.
     """
     shape = array_type.host_shape
 

@@ -24,7 +24,7 @@ from orbax.checkpoint import future
 
 from jaxpp import _compat
 from jaxpp._specs import Spec, axis_sizes, partition_spec, spec_of, type_of
-from jaxpp.runtime.arrays import ArrayType, StackedArray, StackedSharding
+from jaxpp.runtime.arrays import StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _shares
 from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted, mismatch
 from jaxpp.runtime.site import RemoteArray, RemoteSharding
@@ -113,7 +113,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         args = StateRestore() if args is None else args
         if args.item is None:
             return super().restore(directory, args=args)
-        return load(directory, args.item, args.restore_args or targets(args.item))
+        return load(directory, args.item, args.restore_args or wanted_of(args.item))
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
@@ -145,7 +145,7 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
     keys: list[Saved] = []
     meshes: list[Any] = []
     for name, value in zip(names, values, strict=True):
-        kind = _type_of(value)
+        kind = _shares.type_in_file(value)
         saved = Saved(name, kind, _shares.chunk_shape(kind, _share_shape(value)))
         keys += [saved] if kind.key else []
         stacked = isinstance(value, StackedArray)
@@ -282,18 +282,8 @@ def _storable(leaf: Any) -> Any:
 # ---- restoring ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The path of a leaf, what it is like, and the place that it goes to; see `load`."""
-
-    path: str
-    name: str
-    like: Any
-    place: Any
-
-
-def targets(like: Any, shardings: Any = None) -> list[Target]:
-    """Returns the target of each leaf: where `shardings`, or else `like`, says."""
+def wanted_of(like: Any, shardings: Any = None) -> list[Wanted]:
+    """Returns what is wanted for each leaf: where `shardings`, or else `like`, says."""
     places: list[Any] = []
 
     def note(place: Any, part: Any) -> None:
@@ -311,7 +301,7 @@ def targets(like: Any, shardings: Any = None) -> list[Target]:
         raise
     leaves = jtu.tree_leaves_with_path(like)
     return [
-        Target(jtu.keystr(path), _name(path), leaf, _place(leaf, place))
+        Wanted(_name(path), jtu.keystr(path), leaf, _place(leaf, place))
         for (path, leaf), place in zip(leaves, places, strict=True)
     ]
 
@@ -324,7 +314,7 @@ def _place(like: Any, place: Any) -> Any:
     return place
 
 
-def load(directory: Any, like: Any, wanted: Sequence[Target]) -> Any:
+def load(directory: Any, like: Any, wanted: Sequence[Wanted]) -> Any:
     """Reads a pytree, each array in the process that it goes to.
 
     Orbax itself would compare and copy the tree several times, which takes longer than to read
@@ -350,7 +340,7 @@ def load(directory: Any, like: Any, wanted: Sequence[Target]) -> Any:
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 
-def _check_names(wanted: Sequence[Target], kinds: Mapping[str, str]) -> None:
+def _check_names(wanted: Sequence[Wanted], kinds: Mapping[str, str]) -> None:
     """Checks that a checkpoint has the leaves of a tree, and text where that has it."""
     paths = {target.name: target.path for target in wanted}
     lacking = [path for name, path in paths.items() if name not in kinds]
@@ -371,7 +361,7 @@ def _check_names(wanted: Sequence[Target], kinds: Mapping[str, str]) -> None:
             raise mismatch(target.path, f"of kind {stored}", repr(target.like))
 
 
-def _kept(target: Target, found: str) -> Any:
+def _kept(target: Wanted, found: str) -> Any:
     """Returns text that was read; for a static leaf that of `like`, if that has the same name."""
     like = target.like
     if isinstance(like, str) or like is ...:
@@ -381,23 +371,25 @@ def _kept(target: Target, found: str) -> Any:
     return like
 
 
-def _read(database: Database, targets: Sequence[Target]) -> list[Any]:
+def _read(database: Database, wanted: Sequence[Wanted]) -> list[Any]:
     """Reads arrays, each in the process that it goes to."""
-    parts = [(target.like, own) for target in targets for own in _parts_of(target)]
-    mesh = _one_mesh([p.place.mesh for _, p in parts if isinstance(p.place, RemoteSharding)])
+    parts = [own for whole in wanted for own in _parts_of(whole)]
+    mesh = _one_mesh([own.place.mesh for own in parts if isinstance(own.place, RemoteSharding)])
     local: list[Wanted] = []
     remote: dict[int, list[tuple[int, Wanted]]] = defaultdict(list)
     arrays: list[RemoteArray | None] = []  # None for one of this process
-    for like, own in parts:
+    for own in parts:
         if not isinstance(own.place, RemoteSharding):
             local.append(own)
             arrays.append(None)
             continue
-        aval, spec = type_of(getattr(like, "aval", like), own.part.shape), _spec_of(own)
+        aval = type_of(getattr(own.like, "aval", own.like))
+        part, spec = type_of(aval, own.part.shape), _spec_of(own)
         # Where the step does not read it on any rank, any rank may keep it.
-        array = mesh.new_array(aval, own.place.ranks or (0,), spec)
+        array = mesh.new_array(part, own.place.ranks or (0,), spec)
         arrays.append(array)
-        there = dataclasses.replace(own, place=(spec, _compat.memory_kind(aval)))
+        place = spec, _compat.memory_kind(aval)
+        there = dataclasses.replace(own, like=aval.update(sharding=None), place=place)
         for rank in array.ranks:
             remote[rank].append((array.id, there))
     arguments = {rank: (database, own) for rank, own in remote.items()}
@@ -409,23 +401,21 @@ def _read(database: Database, targets: Sequence[Target]) -> list[Any]:
             calls.results()
     rest = iter([next(read) if array is None else array for array in arrays])
     return [
-        StackedArray(list(itertools.islice(rest, len(t.place.parts))))
-        if isinstance(t.place, StackedSharding)
-        else _number(next(rest), t.like)
-        for t in targets
+        StackedArray(list(itertools.islice(rest, len(own.place.parts))))
+        if isinstance(own.place, StackedSharding)
+        else _number(next(rest), own.like)
+        for own in wanted
     ]
 
 
-def _parts_of(target: Target) -> list[Wanted]:
+def _parts_of(whole: Wanted) -> list[Wanted]:
     """Returns what is to be read for a leaf: the array, or its rows that go to each place."""
-    like, place = target.like, target.place
-    weak = bool(getattr(like, "weak_type", False))
-    whole = Wanted(target.name, target.path, _type_of(like), place, weak)
+    place = whole.place
     if not isinstance(place, StackedSharding):
         return [whole]
     if whole.type.shape[:1] != (place.bounds[-1],):
         raise ValueError(
-            f"The leaf {target.path} is {whole.type}, but its sharding is of an array with "
+            f"The leaf {whole.path} is {whole.type}, but its sharding is of an array with "
             f"{place.bounds[-1]} rows; give it a sharding of its own."
         )
     each = zip(place.intervals, place.parts, strict=True)
@@ -437,12 +427,6 @@ def _number(array: Any, like: Any) -> Any:
     if type(like) in _NUMBERS:
         return type(like)(array.item())
     return array[()] if isinstance(like, np.generic) and isinstance(array, np.ndarray) else array
-
-
-def _type_of(value: Any) -> ArrayType:
-    """Returns the type of an array or a number; not in which memory it is, which readers choose."""
-    array = value if hasattr(value, "dtype") else np.asarray(value)
-    return dataclasses.replace(ArrayType.of(array), kind=None)
 
 
 def _one_mesh(meshes: Sequence[Any]) -> Any:

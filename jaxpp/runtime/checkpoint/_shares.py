@@ -49,22 +49,27 @@ class Saved:
 Piece = tuple[Saved, tuple[int, ...], np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Wanted:
-    """An array of a checkpoint, or some of its rows, that is wanted for the leaf at a path."""
+    """A leaf of a checkpoint that is wanted, or some rows of an array."""
 
     name: str
+    #: That in the pytree, for errors.
     path: str
-    #: The whole array's.
-    type: ArrayType
+    #: What it is like, an array, a type or a static leaf; in a message to a rank, a type.
+    like: Any
     #: A sharding; None for the default device, to which it is not committed; `np`, the host. In a
     #: message to a rank, its split there and its memory kind.
     place: Any = np
-    weak: bool = False
     #: The start and the stop of the rows; None for all.
     rows: tuple[int, int] | None = None
 
-    @property
+    @functools.cached_property
+    def type(self) -> ArrayType:
+        """The type of the whole array."""
+        return type_in_file(self.like)
+
+    @functools.cached_property
     def part(self) -> ArrayType:
         """The type of what is wanted."""
         if self.rows is None:
@@ -81,6 +86,12 @@ class Database:
     #: Whether they are in version 3 of Zarr's format, and in one database.
     zarr3: bool = True
     ocdbt: bool = True
+
+
+def type_in_file(value: Any) -> ArrayType:
+    """Returns the type of an array or a number; not in which memory it is, which readers choose."""
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    return dataclasses.replace(ArrayType.of(array), kind=None)
 
 
 # ---- in a process of a rank ---------------------------------------------------------------------
@@ -255,7 +266,7 @@ def _placed(wanted: Wanted, hosts: Mapping[Any, np.ndarray]) -> Any:
     if wanted.place is np or wanted.type.host_dtype == jax.dtypes.float0:  # which no device has
         return np.require(next(iter(hosts.values())), requirements="W")
     array: Any = from_boxes(hosts.__getitem__, wanted.part, wanted.place)
-    if not wanted.weak:
+    if not getattr(wanted.like, "weak_type", False):
         return array
     place = array.sharding
     aval = jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=True, sharding=place)

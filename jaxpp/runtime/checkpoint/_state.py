@@ -68,7 +68,7 @@ def restore_args(like: Any, shardings: Any = None) -> "ocp.args.PyTreeRestore":
         {'w': Array([0., 1., 2.], dtype=float32)}
     """
     handler = _handler()
-    return handler.StateRestore(like, handler.targets(like, shardings))
+    return handler.StateRestore(like, handler.wanted_of(like, shardings))
 
 
 def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:
@@ -174,7 +174,7 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
     there = [p for p in (place, _beside(place)[1]) if (p / _IS_ORBAX).exists()]
     if not there:
         raise FileNotFoundError(errno.ENOENT, "There is no checkpoint", str(place))
-    return handler.load(there[0], like, handler.targets(like, shardings))
+    return handler.load(there[0], like, handler.wanted_of(like, shardings))
 
 
 #: The file by which a directory is known as a checkpoint of Orbax.

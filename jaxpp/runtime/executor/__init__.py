@@ -4,7 +4,6 @@ from jaxpp.runtime.executor._compile import Copier as Copier
 from jaxpp.runtime.executor._compile import Executables as Executables
 from jaxpp.runtime.executor._compile import compile_all as compile_all
 from jaxpp.runtime.executor._compile import compile_for as compile_for
-from jaxpp.runtime.executor._compile import copies as copies
 from jaxpp.runtime.executor._compile import current_settings as current_settings
 from jaxpp.runtime.executor._compile import key_of as key_of
 from jaxpp.runtime.executor._describe import Description as Description

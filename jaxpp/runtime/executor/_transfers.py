@@ -1,5 +1,6 @@
 """The one order in which all processes issue the transfers between them, and its proof."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jaxpp._program import Message, Program, Receive, Send
@@ -31,28 +32,23 @@ def check_transfers(
             wait for what it sends later itself.
     """
     places = {message.tag: place for place, message in enumerate(transfers)}
-    issued: dict[int, int] = dict.fromkeys(process_of.values(), 0)
+    issued: Counter[int] = Counter()  # by each process
     sent: set[int] = set()
-    for rank, chunk in interleave(programs):
-        process = process_of[rank]
-        for instruction in chunk:
-            if not isinstance(instruction, Send | Receive):
-                continue
-            message = instruction.message
-            if not _is_between(message, process_of):
-                continue
-            if (place := places.get(message.tag)) is None:
-                raise ValueError(f"The order of transfers lacks {_named(message)}.")
-            sends = isinstance(instruction, Send)
-            if sends and place < issued[process]:
+    for rank, i in ((rank, i) for rank, chunk in interleave(programs) for i in chunk):
+        if not isinstance(i, Send | Receive) or not _is_between(i.message, process_of):
+            continue
+        process, message = process_of[rank], i.message
+        if (place := places.get(message.tag)) is None:
+            raise ValueError(f"The order of transfers lacks {_named(message)}.")
+        if isinstance(i, Send):
+            sent.add(message.tag)
+            if place < issued[process]:
                 raise ValueError(
                     f"The order of transfers has {_named(message)} before "
                     f"{_named(transfers[issued[process] - 1])}, which process {process} issues "
                     f"before it sends the former; it would wait for itself, or another for it."
                 )
-            issued[process] = max(issued[process], place + 1)
-            if sends:
-                sent.add(message.tag)
+        issued[process] = max(issued[process], place + 1)
     if len(transfers) != len(sent) or sent != places.keys():
         raise ValueError(
             f"The order of transfers has {len(transfers)} messages, and the ranks send {len(sent)} "

@@ -131,9 +131,9 @@ class Put:
         self._leaving, self._arriving = (
             Payload(message, homes[rank]) for rank in (message.source, message.target)
         )
-        self._here = message.target in here
+        self._from_here, self._to_here = message.source in here, message.target in here
         self._absent: list[Any] = []
-        if message.source not in here:
+        if not self._from_here:
             make = jax.make_array_from_single_device_arrays
             with jax.enable_x64(True):
                 self._absent = [
@@ -146,10 +146,10 @@ class Put:
         Returns the arrays where this process has the target.
         """
         with jax.enable_x64(True):
-            moved = self._copies(arrays) if arrays else self._absent
+            moved = self._copies(arrays) if self._from_here else self._absent
             if moved:  # JAX would hang if there were none
                 moved = jax.device_put(moved, [t.sharding for t in self._arriving.types])
-            return self._arriving.whole(moved) if self._here else []
+            return self._arriving.whole(moved) if self._to_here else []
 
     def _copies(self, arrays: Sequence[Any]) -> list[Any]:
         """Copies arrays: JAX does not say when it has read those that it is given."""

@@ -173,8 +173,7 @@ def test_a_share_is_read_without_the_rest(tmp_path, monkeypatch):
     content[content.index(row)] ^= 1
     file.write_bytes(content)
     database = _shares.Database(str(tmp_path / "a"))
-    kind = ArrayType.of(value)
-    first, second = (_shares.Wanted("", "", kind, rows=rows) for rows in [(0, 512), (512, 1024)])
+    first, second = (_shares.Wanted("", "", value, rows=rows) for rows in [(0, 512), (512, 1024)])
     (got,) = _shares.read_arrays(database, [first])
     assert (got == value[:512]).all()
     with pytest.raises(ValueError, match="damaged"):
@@ -449,7 +448,7 @@ def test_shares_go_through_any_driver_of_tensorstore(monkeypatch, assert_same):
     kind = ArrayType.of(value)
     saved = _shares.Saved("x", kind, (3, 4))
     _shares.write_shares("memory://bucket", "a", [(saved, (0, 0), value)])
-    wanted = _shares.Wanted("x", "['x']", kind, rows=(1, 3))
+    wanted = _shares.Wanted("x", "['x']", value, rows=(1, 3))
     found = _shares.read_arrays(_shares.Database("memory://bucket/a"), [wanted])
     assert_same(found, [value[1:]])
 
