@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp import _compat
 from jaxpp._specs import Spec, partition_spec
+from jaxpp.jaxprs import DONATED
 from jaxpp.runtime.arrays import (
     ArrayHandle,
     ArrayType,
@@ -107,8 +108,9 @@ class RemoteArray(ArrayHandle):
         self.mesh, self.ranks, self.spec = arrays.mesh, ranks, spec
         #: The number of restarts of the mesh before the array was made.
         self.incarnation = arrays.incarnation
-        #: The reason why the array is gone, as the end of a sentence; empty while it is there.
-        self.why_deleted = ""
+        #: Why the array is gone, and what is to be done about it, each as the end of a sentence;
+        #: empty while it is there.
+        self.why_deleted = self.way_out = ""
         arrays.note(self)
 
     is_fully_addressable = False  # pyright: ignore
@@ -152,9 +154,21 @@ class RemoteArray(ArrayHandle):
 
     # ---- its value ------------------------------------------------------------------------------
 
-    def copy_to_host_async(self) -> None:
+    def want(self) -> None:
         """Notes that the value is wanted; the next fetch brings all wanted values together."""
         self._arrays.want(self)
+
+    def copy_to_host_async(self) -> None:
+        """Notes that the value is wanted, as a NumPy array."""
+        self._refuse_keys()
+        self.want()
+
+    def _refuse_keys(self) -> None:
+        if jnp.issubdtype(self.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{self!r} holds random keys, which NumPy has no type for, nor jax.device_get; use "
+                f"jaxpp.gather, which gives keys of JAX."
+            )
 
     def block_until_ready(self) -> "RemoteArray":
         """Waits until the value is there; raises the error of the step that was to make it."""
@@ -162,10 +176,7 @@ class RemoteArray(ArrayHandle):
         return self
 
     def __array__(self, dtype: Any = None, context: Any = None, copy: Any = None) -> np.ndarray:
-        if jnp.issubdtype(self.dtype, jax.dtypes.extended):
-            raise TypeError(
-                f"{self!r} holds random keys, which NumPy has no type for; use jnp.asarray."
-            )
+        self._refuse_keys()
         value = self._arrays.fetch(self)
         return value if dtype is None else value.astype(dtype)
 
@@ -181,10 +192,11 @@ class RemoteArray(ArrayHandle):
         if not self.why_deleted:
             self._arrays.release(self)
             self.why_deleted = "dropped by delete()"
+            self.way_out = "call delete() after its last use"
 
     def consume(self, why: str) -> None:
         """Notes that a call has taken the array's memory."""
-        self.why_deleted = why
+        self.why_deleted, self.way_out = why, DONATED
         self._arrays.forget(self)
 
     def __reduce__(self):

@@ -105,8 +105,9 @@ class Arrays:
 
     def check_exists(self, array: RemoteArray) -> None:
         """Raises the `ValueError` of `check`."""
+        name = f"This RemoteArray of {array.dtype.name}{list(array.shape)}"
         if array.is_deleted():
-            raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
+            raise ValueError(f"{name} was {array.why_deleted}; {array.way_out}.")
         if lost := self.why_lost(array):
             way_out = "load the last checkpoint"
             if self.group.stopped:
@@ -114,9 +115,7 @@ class Arrays:
                     "fetch what you keep (jaxpp.gather, float) or save it (jaxpp.save_state) "
                     "before mesh.shutdown(), or the end of `with`"
                 )
-            raise ValueError(
-                f"This RemoteArray of {array.dtype.name}{list(array.shape)} was {lost}; {way_out}."
-            )
+            raise ValueError(f"{name} was {lost}; {way_out}.")
 
     def why_lost(self, array: RemoteArray) -> str:
         """Says why its ranks have lost an array, as the end of a sentence; else empty."""

@@ -89,12 +89,13 @@ class RemoteStep:
 
     def _check(self, args: Sequence[Any]) -> None:
         self._group.check()
-        for arg in args:
+        for own, arg in zip(self.bundle.arguments, args, strict=True):
             if isinstance(arg, RemoteArray):
                 if arg.mesh is not self._mesh:
                     raise ValueError(
-                        f"{arg!r} is on another mesh than the step; fetch it with jax.device_get "
-                        f"first."
+                        f"args{own.name} is {arg!r}, on another mesh, {arg.mesh!r}: a call takes "
+                        f"arrays of its own mesh, {self._mesh!r}, and of this process. To bring it "
+                        f"here, pass jaxpp.gather(x), which fetches it while its mesh runs."
                     )
                 self._arrays.check_exists(arg)
 
