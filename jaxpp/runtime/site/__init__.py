@@ -8,7 +8,6 @@ from jaxpp.runtime.site._array import RemoteArray as RemoteArray
 from jaxpp.runtime.site._array import RemoteSharding as RemoteSharding
 from jaxpp.runtime.site._call import Given as Given
 from jaxpp.runtime.site._carried import Packed as Packed
-from jaxpp.runtime.site._carried import Plain as Plain
 from jaxpp.runtime.site._failure import RESTART as RESTART
 from jaxpp.runtime.site._failure import Death as Death
 from jaxpp.runtime.site._failure import Failed as Failed

@@ -25,8 +25,6 @@ class Group:
     """
 
     members: Sequence[Any]
-    #: What a value of the user's becomes on its way to a process: `Packed` or `Plain`.
-    carrier: Any
     _watch: Any
 
     def __init__(self):
@@ -34,7 +32,7 @@ class Group:
         self.order = threading.RLock()
         self.stopped = False
         #: The steps that are called there.
-        self.library = Library(self.put, self.carrier.of)
+        self.library = Library(self.put, self.pack)
         #: The numbers of calls of steps.
         self.calls = itertools.count(1)
         #: The calls of steps that some rank may not have dispatched yet, the oldest first.
@@ -57,9 +55,13 @@ class Group:
         """
         raise NotImplementedError
 
+    def pack(self, value: Any) -> Any:
+        """Makes a value of the user's ready to go to other processes, if there are some."""
+        return value
+
     def put(self, value: Any) -> Any:
-        """Puts a value where all processes find it, once; returns the reference."""
-        raise NotImplementedError
+        """Puts a packed value where all processes find it, once; returns the reference."""
+        return value
 
     def agree(self, number: int, bundle: Bundle) -> None:
         """Checks that all processes have the same step by a number."""

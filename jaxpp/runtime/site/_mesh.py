@@ -17,6 +17,7 @@ from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import StackedStep
 from jaxpp.runtime.site._array import RemoteArray
 from jaxpp.runtime.site._arrays import Arrays
+from jaxpp.runtime.site._carried import unpacked
 from jaxpp.runtime.site._feed import Feeds, describe_batch
 from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import keep_interrupts, uninterrupted
@@ -44,7 +45,7 @@ class Applied:
         found: dict[int, list[Any]] = {}
         for own in self._pending.values().values():
             for rank, carried in own.items():
-                found.setdefault(rank, []).append(carried.get())
+                found.setdefault(rank, []).append(unpacked(carried))
         return found
 
 
@@ -66,7 +67,7 @@ class SiteMesh:
     def _begin(self, group: Group) -> None:
         """Begins to call the processes of a group."""
         keep_interrupts()
-        self._feeds = Feeds(self._types_of, group.put, group.carrier.of)
+        self._feeds = Feeds(self._types_of, group.put, group.pack)
         self._arrays = Arrays(self, group)
         self._owner = os.getpid()
         atexit.register(self._at_exit)
@@ -235,7 +236,7 @@ class SiteMesh:
         self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
     ) -> Applied:
         """Starts a function in the first processes of some ranks."""
-        packed = {rank: self._group.carrier.of((function, *own)) for rank, own in args.items()}
+        packed = {rank: self._group.pack((function, *own)) for rank, own in args.items()}
         with self._group.order:
             self._group.check()
             self.flush()

@@ -19,12 +19,11 @@ from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
 from jaxpp.runtime.executor import Dispatcher
 from jaxpp.runtime.site._call import Call
-from jaxpp.runtime.site._carried import Carried
+from jaxpp.runtime.site._carried import Packed, WithSettings, unpacked
 from jaxpp.runtime.site._failure import Failed, Failure, Lost
 from jaxpp.runtime.site._feed import Batch
 from jaxpp.runtime.site._programs import Loading
 from jaxpp.runtime.site._rank import Rank
-from jaxpp.runtime.site._traced import WithSettings
 from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
     Aborted,
@@ -119,7 +118,7 @@ class Process:
     def have(self, transport: Any, get: Callable[[Any], Any]) -> None:
         """Makes the ranks that have a way to others; `get` gives the value of a reference."""
         self.transport, transport.on_failure = transport, self._transport_failed
-        self.get = get
+        self.get = lambda reference: unpacked(get(reference))
         self.ranks = {rank: Rank(self, rank, home) for rank, home in transport.homes.items()}
 
     @lane("control")
@@ -131,7 +130,7 @@ class Process:
 
     @in_order
     def run(self, call: Call) -> None:
-        """Dispatches a step; `live` tells of a failure."""
+        """Dispatches a step; `end` tells of a failure."""
         if self.failure is not None:
             return
         dispatcher = self._steps[call.step]
@@ -145,23 +144,15 @@ class Process:
             with contextlib.ExitStack() as settings:
                 for name in call.checks:
                     settings.enter_context(getattr(jax, name)(True))
-                self._dispatch(dispatcher, call)
+                if (recorder := self.transport.recorder) is None:
+                    dispatcher.run()
+                else:
+                    recorder.dispatch(dispatcher, call.number, call.step)
             for rank in call.parts:
                 self.ranks[rank].take_results(call.step, call.results)
             self._running = None
         except BaseException as error:  # noqa: B036  the driver has to know of every exception
             self.fail(error)
-
-    def _dispatch(self, dispatcher: Dispatcher, call: Call) -> None:
-        """Dispatches what the ranks run in a step; records it where the process is traced."""
-        recorder = self.transport.recorder
-        if recorder is None:
-            dispatcher.run()
-            return
-        with recorder.calling(call.number):
-            dispatcher.run(
-                lambda executor, chunk: recorder.execute(executor, chunk, call.number, call.step)
-            )
 
     @in_order
     def load(self, loadings: Mapping[int, Loading]) -> None:
@@ -190,7 +181,7 @@ class Process:
             self.ranks[rank].drop(own)
 
     @in_order
-    def apply_in_order(self, functions: Mapping[int, Carried]) -> dict[int, Carried]:
+    def apply_in_order(self, functions: Mapping[int, Any]) -> dict[int, Any]:
         """Runs a function for each rank, as `apply` does."""
         return self.apply(functions)
 
@@ -236,8 +227,8 @@ class Process:
 
         Ray wants one value where there is but one. Each is None where the process has failed.
         """
-        own = self.ranks[rank]
-        found = self._noting(rank, lambda: own.fetch(numbers)) or [None] * len(numbers)
+        fetch = self.ranks[rank].fetch
+        found = self._noting(rank, lambda: fetch(numbers)) or [None] * len(numbers)
         return found if len(numbers) > 1 else found[0]
 
     @lane("fetches")
@@ -248,17 +239,16 @@ class Process:
         return None if found is None else True
 
     @lane("aside")
-    def apply(self, functions: Mapping[int, Carried]) -> dict[int, Carried]:
+    def apply(self, functions: Mapping[int, Any]) -> dict[int, Any]:
         """Runs `function(rank, *args)` for each rank, of what is packed; returns the results."""
 
-        def run(own: Rank, packed: Carried) -> Carried:
-            function, *args = packed.get()
-            return packed.of(function(own, *args))
+        def run(own: Rank, packed: Any) -> Any:
+            function, *args = unpacked(packed)
+            result = function(own, *args)
+            return Packed.of(result) if isinstance(packed, Packed) else result
 
-        return {
-            rank: self._told(rank, run, self.ranks[rank], packed)
-            for rank, packed in functions.items()
-        }
+        each = functions.items()
+        return {rank: self._told(rank, run, self.ranks[rank], packed) for rank, packed in each}
 
     def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the user's; raises `Failed` for whatever it raises."""

@@ -10,8 +10,7 @@ from jaxpp._program import Bundle, Message, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of, turns_of
-from jaxpp.runtime.site._carried import Carried
-from jaxpp.runtime.site._traced import carry
+from jaxpp.runtime.site._carried import carry
 
 #: The number of calls whose steps are remembered: of more than a worker may have under way.
 REMEMBERED = 1000
@@ -69,14 +68,14 @@ class Library:
 
     Args:
         put: puts a value where all sites find it, once, and returns the reference.
-        of: makes a carried value of a value: `Packed.of` or `Plain.of`.
+        pack: makes a value ready to go to the sites: `Packed.of`, or the value as it is.
     """
 
-    def __init__(self, put: Callable[[Any], Any], of: Callable[[Any], Carried]):
-        self._put, self._of = put, of
+    def __init__(self, put: Callable[[Any], Any], pack: Callable[[Any], Any]):
+        self._put, self._pack = put, pack
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
-        self._carried: dict[int, Carried] = {}
+        self._carried: dict[int, Any] = {}
         #: Whether a computation has had effects, such as a print.
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
@@ -116,7 +115,7 @@ class Library:
             key = key_of(computation, settings)
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
-                self._carried[number] = carry(computation, self._of)
+                self._carried[number] = carry(computation, self._pack)
                 self.has_effects |= bool(computation.jaxpr.effects)
             numbers[n] = self._known[key][0]
         return tuple(numbers)

@@ -9,18 +9,14 @@ import jax
 from jaxpp.runtime.arrays import Home, own_share, resplit, spans, to_host
 from jaxpp.runtime.executor import Executor, RankStep, find_invalid
 from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, Part, Source
+from jaxpp.runtime.site._carried import WithSettings
 from jaxpp.runtime.site._failure import Failure, Lost
 from jaxpp.runtime.site._feed import Loader
 from jaxpp.runtime.site._programs import Loading
-from jaxpp.runtime.site._traced import WithSettings
 
 
 class RankArrays(dict[int, Any]):
-    """The arrays of a rank by number; who waits for one is woken when it comes.
-
-    Args:
-        changed: what they wait at.
-    """
+    """The arrays of a rank by number; who waits at `changed` for one is woken when it comes."""
 
     def __init__(self, changed: threading.Condition):
         super().__init__()
@@ -63,25 +59,19 @@ class Rank:
         """Makes what the rank has of a step."""
         for number, reference in loading.references.items():
             if number not in self.computations:
-                self.computations[number] = self._site.get(reference).get()
-        known = {
-            n: self.computations[number]
-            for n, number in enumerate(loading.computations)
-            if number is not None
-        }
+                self.computations[number] = self._site.get(reference)
+        known = [None if n is None else self.computations[n] for n in loading.computations]
 
         def find(computation: int, args: Sequence[Any]) -> str | None:
-            return find_invalid(known[computation].computation, self.home, args)
+            assert (own := known[computation]) is not None
+            return find_invalid(own.computation, self.home, args)
 
         return RankStep(
             loading.program,
             self.home,
-            [
-                known[n].executables.on(self.home) if n in known else None
-                for n in range(len(loading.computations))
-            ],
+            [own and own.executables.on(self.home) for own in known],
             [(slot, type_, value.copy()) for slot, type_, value in loading.constants],
-            {n: own.computation.donated for n, own in known.items()},
+            {n: own.computation.donated for n, own in enumerate(known) if own is not None},
             find,
         )
 
@@ -152,10 +142,7 @@ class Rank:
             return [self.arrays[n] for n in numbers]
 
     def fetch(self, numbers: Sequence[int]) -> list[Any]:
-        """Waits until arrays have been computed; returns their bytes.
-
-        Where the rank has several processes, these are the process's shares.
-        """
+        """Returns the bytes of arrays; of several processes of the rank, each has its shares."""
         to_bytes = own_share if spans(self.home) else to_host
         return list(map(to_bytes, jax.block_until_ready(self.wait_for(numbers))))
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxpp._program import Message, Run, Send
-from jaxpp.runtime.executor import Chunk, Executor
+from jaxpp.runtime.executor import Chunk, Dispatcher, Executor
 from jaxpp.runtime.trace._clock import clock
 from jaxpp.runtime.trace._profile import Module, Seen, match, module_of, read_profile
 from jaxpp.runtime.trace._result import Where
@@ -65,15 +65,18 @@ class Recorder:
         self._clocked: list[futures.Future[None]] = []
         self._records = Records()
 
-    def calling(self, call: int) -> Any:
-        """Makes the context of a call's dispatch, which tools show as a step."""
-        return jax.profiler.StepTraceAnnotation("jaxpp step", step_num=call)
-
-    def execute(self, executor: Executor, chunk: Chunk, call: int, step: int) -> None:
-        """Lets an executor run some instructions in order, and records them.
+    def dispatch(self, dispatcher: Dispatcher, call: int, step: int) -> None:
+        """Lets a dispatcher run a step, and records it; tools show the call as a step.
 
         `call` and `step` are the numbers of the call and of the step that is called.
         """
+        for executor in dispatcher.executors.values():
+            self.prepare(executor)
+        with jax.profiler.StepTraceAnnotation("jaxpp step", step_num=call):
+            dispatcher.run(lambda executor, chunk: self.execute(executor, chunk, call, step))
+
+    def execute(self, executor: Executor, chunk: Chunk, call: int, step: int) -> None:
+        """Lets an executor run some instructions in order, and records them."""
         known, rank = self.prepare(executor), executor.program.rank
         self._records.calls[call] = step
         for instruction in chunk:

@@ -473,7 +473,7 @@ def test_other_versions_are_refused(ray_session, monkeypatch):
     from jaxpp.runtime.site import _member
 
     monkeypatch.setattr(_member, "versions", lambda: {"jax": "0.9.0"})
-    with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):
+    with pytest.raises(ValueError, match=r"rank 0 \(process .* has jax .* \(here 0.9.0\)"):
         jaxpp.RemoteMpmdMesh((1,))
 
 
