@@ -13,7 +13,7 @@ import ray
 import ray.exceptions
 
 from jaxpp._program import Bundle
-from jaxpp.runtime.remote._mesh import Settings
+from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._watch import WorkerWatch
 from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Worker
 from jaxpp.runtime.remote.cluster import (

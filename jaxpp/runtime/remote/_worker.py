@@ -9,7 +9,7 @@ import jax
 import ray
 
 from jaxpp.runtime.arrays import Home, devices_of, home_over
-from jaxpp.runtime.remote._mesh import Settings
+from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
 from jaxpp.runtime.site import Failed, Hello, Process, lane

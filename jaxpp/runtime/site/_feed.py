@@ -42,17 +42,11 @@ class Feeds:
 
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
-        put: puts a value where all sites find it, once, and returns the reference.
-        pack: makes a value of the user's ready to go to a site.
+        group: the processes.
     """
 
-    def __init__(
-        self,
-        describe: Callable[[Callable[[Any], Any], Any], Any],
-        put: Callable[[Any], Any],
-        pack: Callable[[Any], Any],
-    ):
-        self._describe, self._put, self._pack = describe, put, pack
+    def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any], group: Any):
+        self._describe, self._put, self._pack = describe, group.put, group.pack
         #: The functions that are kept, each with its number, packed, and with its types.
         self._loads: collections.deque[tuple[Any, int, Any, Any]] = collections.deque(maxlen=KEPT)
         self._numbers = itertools.count()
@@ -73,8 +67,7 @@ class Feeds:
 class Loader:
     """A rank's side: loads batches one after the other, while the step before runs.
 
-    Args:
-        get: gives the value of a reference.
+    `get` gives the value of a reference.
     """
 
     def __init__(self, get: Callable[[Any], Any]) -> None:

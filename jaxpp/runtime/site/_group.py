@@ -100,13 +100,10 @@ class Group:
         return self.send(Process.wait, {worker: (rank, (number,))}), worker
 
     def apply(self, name: str, packed: Mapping[int, Any], ordered: bool, processes: int) -> Any:
-        """Starts a function of a name on ranks, in the first processes of each.
+        """Starts a function of a name on ranks, in the first `processes` of each.
 
-        Args:
-            name: the function's.
-            packed: by rank the carried function and its arguments.
-            ordered: whether it keeps its place among the steps.
-            processes: how many these are.
+        `packed` is by rank the function and its arguments; an `ordered` one keeps its place among
+        the steps.
         """
         method = Process.apply_in_order if ordered else Process.apply
         first = {m.worker for m in self.members if m.process < processes}
@@ -147,11 +144,9 @@ class Group:
         return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
 
     def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
-        """Calls a step on all processes, and counts the call as under way.
+        """Calls a step on all processes, with the `Call` of each, and counts it as under way.
 
-        Args:
-            calls: the `Call` of each process.
-            inputs: the arguments, those that go with the call as `Given`.
+        `inputs` are the arguments, those that go with the call as `Given`.
         """
         self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
 

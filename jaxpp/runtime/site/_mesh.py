@@ -15,8 +15,7 @@ from jaxpp._program import Bundle
 from jaxpp._specs import Spec
 from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import StackedStep
-from jaxpp.runtime.site._array import RemoteArray
-from jaxpp.runtime.site._arrays import Arrays
+from jaxpp.runtime.site._array import Arrays, RemoteArray
 from jaxpp.runtime.site._carried import unpacked
 from jaxpp.runtime.site._feed import Feeds, describe_batch
 from jaxpp.runtime.site._group import Group
@@ -25,15 +24,11 @@ from jaxpp.runtime.site._process import Process
 from jaxpp.runtime.site._step import RemoteStep
 
 
+@dataclasses.dataclass(frozen=True)
 class Applied:
-    """A function that runs on ranks.
+    """A function that runs on ranks: the call of their processes."""
 
-    Args:
-        pending: the call of the processes.
-    """
-
-    def __init__(self, pending: Any):
-        self._pending = pending
+    pending: Any
 
     def results(self) -> dict[int, list[Any]]:
         """Waits for all; returns by rank what each of its processes gave.
@@ -43,7 +38,7 @@ class Applied:
             RankError: a rank has failed.
         """
         found: dict[int, list[Any]] = {}
-        for own in self._pending.values().values():
+        for own in self.pending.values().values():
             for rank, carried in own.items():
                 found.setdefault(rank, []).append(unpacked(carried))
         return found
@@ -67,7 +62,7 @@ class SiteMesh:
     def _begin(self, group: Group) -> None:
         """Begins to call the processes of a group."""
         keep_interrupts()
-        self._feeds = Feeds(self._types_of, group.put, group.pack)
+        self._feeds = Feeds(self._types_of, group)
         self._arrays = Arrays(self, group)
         self._owner = os.getpid()
         atexit.register(self._at_exit)
@@ -190,11 +185,9 @@ class SiteMesh:
     # ---- what one process does for all ----------------------------------------------------------
 
     def lead(self, what: str, function: Callable[[], Any]) -> Any:
-        """Runs a function in one process, which reaches all ranks; all get what it returns.
+        """Runs a function, which does `what`, in one process that reaches all ranks.
 
-        Args:
-            what: what it does, in words.
-            function: the function.
+        All processes get what it returns.
         """
         return self._group.lead(what, function, self._arrays)
 

@@ -60,11 +60,10 @@ def in_order(method: Method) -> Method:
 
     def checked(self: "Process", turn: int, *args: Any) -> Any:
         if turn != self.turn:
-            error = RuntimeError(
-                f"call {turn} of the driver, of {method.__name__}, came when call {self.turn} was "
-                f"due: one was lost, or the order of two was changed"
+            told = (
+                f"call {turn} of the driver, of {method.__name__}, came when call {self.turn} was"
             )
-            self.fail(error)
+            self.fail(RuntimeError(f"{told} due: one was lost, or the order of two was changed"))
         self.turn = turn + 1
         return method(self, *args)
 
@@ -84,7 +83,6 @@ class Process:
 
     def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
         self.ranks: dict[int, Rank] = {}
-        #: The numbers of its ranks, and its own among the processes of its rank.
         self.numbers, self.process = tuple(ranks), process
         #: The way of the ranks to others, and what gives the value of a reference.
         self.transport: Any = None
@@ -312,15 +310,13 @@ class Process:
         elif rank not in (None, at):
             at, what, source = rank, "", None
         failure = Failure.of(error, at, self._call, what, source)
-        if self.transport.is_echo(error) or (
-            spans(self.ranks[at].home) and lost_in_collective(error)
-        ):
-            failure = dataclasses.replace(failure, is_echo=True)
-        return failure
+        in_collective = spans(self.ranks[at].home) and lost_in_collective(error)
+        is_echo = failure.is_echo or self.transport.is_echo(error) or in_collective
+        return dataclasses.replace(failure, is_echo=is_echo)
 
     def _transport_failed(self, error: BaseException) -> None:
-        # The loss of a rank is an error only for threads that wait for it. All other errors come
-        # from a thread of the transport: an array that was to be sent could not be computed.
+        # The loss of a rank is an error only for threads that wait for it. Others come from a
+        # thread of the transport: an array that was to be sent could not be computed.
         if isinstance(error, NotComputed):
             self.fail(error.__cause__ or error, task=error.task)
         elif not isinstance(error, PeerLost) and self.failure is None:
@@ -346,8 +342,7 @@ class Process:
         """Finds the rank that runs a task, which may be of an earlier step."""
         for dispatcher in self._steps.values():
             for rank, executor in dispatcher.executors.items():
-                runs = executor.program.instructions
-                if any(isinstance(run, Run) and run.label == task for run in runs):
+                if task in (getattr(i, "label", "") for i in executor.program.instructions):
                     return rank
         return next(iter(self.ranks))
 

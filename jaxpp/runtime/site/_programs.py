@@ -47,22 +47,6 @@ class Loading:
         return {n for n in self.computations if n is not None}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A step: its loading for each rank, without the references to computations.
-
-    `lines` has by the label of a run its stage, and the user's line that it begins with.
-    """
-
-    loadings: tuple[Loading, ...]
-    lines: Mapping[str, str]
-
-    @property
-    def numbers(self) -> set[int]:
-        """The numbers of the step's computations."""
-        return set().union(*(own.numbers for own in self.loadings))
-
-
 class Library:
     """The program library: all steps of a mesh, and their computations, each kept once.
 
@@ -74,7 +58,9 @@ class Library:
     def __init__(self, put: Callable[[Any], Any], pack: Callable[[Any], Any]):
         self._put, self._pack = put, pack
         self._numbers = itertools.count()
-        self._steps: dict[int, _Step] = {}
+        #: Of each step its loading for each rank, without references, and by the label of a run its
+        #: stage, and the user's line that it begins with.
+        self._steps: dict[int, tuple[tuple[Loading, ...], Mapping[str, str]]] = {}
         self._carried: dict[int, Any] = {}
         #: Whether a computation has had effects, such as a print.
         self.has_effects = False
@@ -103,7 +89,7 @@ class Library:
             )
             for own, numbers in zip(bundle.programs, computations, strict=True)
         )
-        self._steps[step] = _Step(loadings, _lines_of(bundle))
+        self._steps[step] = loadings, _lines_of(bundle)
         return step
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
@@ -124,7 +110,7 @@ class Library:
 
     def loading(self, step: int, rank: int) -> Loading:
         """Returns the loading of a step for a rank."""
-        found = self._steps[step].loadings[rank]
+        found = self._steps[step][0][rank]
         references = {n: self._put(self._carried[n]) for n in found.numbers}
         return dataclasses.replace(found, references=references)
 
@@ -137,9 +123,9 @@ class Library:
         gone = {}
         while self._removed:
             number = self._removed.pop()
-            step = self._steps.pop(number)
-            used = {n for other in self._steps.values() for n in other.numbers}
-            gone[number] = unused = step.numbers - used
+            loadings, _ = self._steps.pop(number)
+            used = {n for other, _ in self._steps.values() for own in other for n in own.numbers}
+            gone[number] = unused = {n for own in loadings for n in own.numbers} - used
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
             for n in unused:
                 del self._carried[n]
@@ -149,7 +135,7 @@ class Library:
 
     def called(self, call: int, step: int) -> None:
         """Notes the step of a call, which may be removed before the call ends."""
-        self._lines[call] = self._steps[step].lines
+        self._lines[call] = self._steps[step][1]
         self._lines.pop(call - REMEMBERED, None)
 
     def describe(self, call: int, label: str) -> str:

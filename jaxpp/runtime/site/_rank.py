@@ -33,11 +33,6 @@ class Rank:
     """A rank of a site. Functions that `mesh.apply` runs get it as their first argument.
 
     Where a rank has several processes, each has a `Rank`, and all run the same program.
-
-    Args:
-        site: its `Process`.
-        rank: its number.
-        home: where its arrays are.
     """
 
     def __init__(self, site: Any, rank: int, home: Home):

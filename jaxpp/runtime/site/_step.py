@@ -10,18 +10,8 @@ from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of
 from jaxpp.runtime.executor import Description, Inspected, describe
-from jaxpp.runtime.site._array import RemoteArray, RemoteSharding
-from jaxpp.runtime.site._arrays import Arrays
-from jaxpp.runtime.site._call import (
-    CHECKS,
-    Call,
-    Given,
-    Kept,
-    Loaded,
-    Moved,
-    Part,
-    Source,
-)
+from jaxpp.runtime.site._array import Arrays, RemoteArray, RemoteSharding
+from jaxpp.runtime.site._call import CHECKS, Call, Given, Kept, Loaded, Moved, Part, Source
 from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._process import Process
@@ -30,11 +20,7 @@ from jaxpp.runtime.site._process import Process
 class RemoteStep:
     """A step's programs, loaded on the workers of a mesh; called with its flat arguments.
 
-    Args:
-        bundle: what it runs.
-        number: the number by which the workers know it.
-        arrays: the records of the mesh's arrays.
-        group: the workers.
+    The workers know it by its `number`.
     """
 
     def __init__(self, bundle: Bundle, number: int, arrays: Arrays, group: Group):
@@ -133,12 +119,7 @@ class RemoteStep:
             self._group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
 
     def _parts(self, args: Sequence[Any], values: Mapping[int, Any]) -> dict[int, Part]:
-        """Says where each rank finds its inputs, what it sends before the step, and what it drops.
-
-        Args:
-            args: the arguments.
-            values: those that go with the call, by their numbers.
-        """
+        """Says where each rank finds its inputs, what it sends before, and what it drops."""
         inputs: dict[tuple[int, int], Source] = {}
         sends: dict[int, list[Moved]] = {p.rank: [] for p in self.bundle.programs}
         dropped = list(map(list, self._arrays.releases()))
@@ -173,13 +154,7 @@ class RemoteStep:
 
 
 def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
-    """Inspects a rank in its process.
-
-    Args:
-        process: the rank's.
-        step: the number of the step.
-        axes: the axes inside the rank, and their sizes.
-    """
+    """Inspects a rank of some axes in its process."""
     return Inspected.of(devices_of(process.home), axes, process.executables(step))
 
 
