@@ -217,7 +217,7 @@ class _Handle(weakref.ref):
     ranks: tuple[int, ...]
 
 
-class Arrays:
+class Handles:
     """The ids of a mesh's arrays, those that ranks may drop, and those that are to be fetched."""
 
     def __init__(self, mesh: Any, group: Any):

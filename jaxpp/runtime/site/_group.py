@@ -144,7 +144,7 @@ class Group:
         return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
 
     def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
-        """Calls a step on all processes, with the `Call` of each, and counts it as under way.
+        """Calls a step on all processes, with the `StepCall` of each, and counts it as under way.
 
         `inputs` are the arguments, those that go with the call as `Given`.
         """

@@ -15,7 +15,7 @@ from jaxpp._program import Bundle
 from jaxpp._specs import Spec
 from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import StackedStep
-from jaxpp.runtime.site._array import Arrays, RemoteArray
+from jaxpp.runtime.site._array import Handles, RemoteArray
 from jaxpp.runtime.site._carried import unpacked
 from jaxpp.runtime.site._feed import Feeds, describe_batch
 from jaxpp.runtime.site._group import Group
@@ -63,7 +63,7 @@ class SiteMesh:
         """Begins to call the processes of a group."""
         keep_interrupts()
         self._feeds = Feeds(self._types_of, group)
-        self._arrays = Arrays(self, group)
+        self._arrays = Handles(self, group)
         self._owner = os.getpid()
         atexit.register(self._at_exit)
 
@@ -172,7 +172,7 @@ class SiteMesh:
             return RemoteArray(self._arrays, self._arrays.new_ids(1), aval, ranks, spec)
 
     def check_array(self, array: RemoteArray) -> None:
-        """Checks that an array exists, and that no rank has failed; see `Arrays.check`."""
+        """Checks that an array exists, and that no rank has failed; see `Handles.check`."""
         self._arrays.check(array)
 
     def flush(self) -> None:

@@ -18,7 +18,7 @@ from jaxpp import _compat
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
 from jaxpp.runtime.executor import Dispatcher
-from jaxpp.runtime.site._call import Call
+from jaxpp.runtime.site._call import StepCall
 from jaxpp.runtime.site._carried import Packed, WithSettings, unpacked
 from jaxpp.runtime.site._failure import Failed, Failure, Lost
 from jaxpp.runtime.site._feed import Batch
@@ -127,7 +127,7 @@ class Process:
     # ---- in one order ---------------------------------------------------------------------------
 
     @in_order
-    def run(self, call: Call) -> None:
+    def run(self, call: StepCall) -> None:
         """Dispatches a step; `end` tells of a failure."""
         if self.failure is not None:
             return

@@ -8,7 +8,7 @@ import jax
 
 from jaxpp.runtime.arrays import Home, own_share, resplit, spans, to_host
 from jaxpp.runtime.executor import Executor, RankStep, find_invalid
-from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, Part, Source
+from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, RankCall, Source
 from jaxpp.runtime.site._carried import WithSettings
 from jaxpp.runtime.site._failure import Failure, Lost
 from jaxpp.runtime.site._feed import Loader
@@ -83,12 +83,12 @@ class Rank:
         """Forgets a step."""
         self._steps.pop(step, None)
 
-    def send(self, part: Part) -> None:
+    def send(self, part: RankCall) -> None:
         """Sends what other ranks read before a step."""
         for move in part.sends:
             self.transport.send([self.arrays[move.array]], move.message)
 
-    def feed(self, step: int, part: Part) -> None:
+    def feed(self, step: int, part: RankCall) -> None:
         """Puts the inputs of a step into their slots."""
         executor, makes = self._steps[step]
         slots = [slot for _, slot in executor.program.inputs]

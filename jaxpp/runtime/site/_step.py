@@ -10,8 +10,8 @@ from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of
 from jaxpp.runtime.executor import Description, Inspected, describe
-from jaxpp.runtime.site._array import Arrays, RemoteArray, RemoteSharding
-from jaxpp.runtime.site._call import CHECKS, Call, Given, Kept, Loaded, Moved, Part, Source
+from jaxpp.runtime.site._array import Handles, RemoteArray, RemoteSharding
+from jaxpp.runtime.site._call import CHECKS, Given, Kept, Loaded, Moved, RankCall, Source, StepCall
 from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._process import Process
@@ -23,7 +23,7 @@ class RemoteStep:
     The workers know it by its `number`.
     """
 
-    def __init__(self, bundle: Bundle, number: int, arrays: Arrays, group: Group):
+    def __init__(self, bundle: Bundle, number: int, arrays: Handles, group: Group):
         self.bundle, self.number = bundle, number
         self._arrays, self._group, self._mesh = arrays, group, arrays.mesh
         self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.arguments))
@@ -92,7 +92,7 @@ class RemoteStep:
         results = arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
         calls = {
-            worker: Call(number, self.number, results, checks, own)
+            worker: StepCall(number, self.number, results, checks, own)
             for worker, own in self._group.by_worker(parts).items()
         }
         self._group.library.called(number, self.number)
@@ -118,7 +118,7 @@ class RemoteStep:
         for batch, ranks in readers.values():
             self._group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
 
-    def _parts(self, args: Sequence[Any], values: Mapping[int, Any]) -> dict[int, Part]:
+    def _parts(self, args: Sequence[Any], values: Mapping[int, Any]) -> dict[int, RankCall]:
         """Says where each rank finds its inputs, what it sends before, and what it drops."""
         inputs: dict[tuple[int, int], Source] = {}
         sends: dict[int, list[Moved]] = {p.rank: [] for p in self.bundle.programs}
@@ -144,7 +144,7 @@ class RemoteStep:
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
         return {
-            p.rank: Part(
+            p.rank: RankCall(
                 tuple(inputs[n, p.rank] for n, _ in p.inputs),
                 tuple(sends[p.rank]),
                 tuple(dropped[p.rank]),
