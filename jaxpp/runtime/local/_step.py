@@ -36,7 +36,7 @@ from jaxpp.runtime.executor import (
 from jaxpp.runtime.transport import RUN_AHEAD, Near
 
 #: A rank's executor, its home, and a slot.
-Place = tuple[Executor, Home, int]
+Seat = tuple[Executor, Home, int]
 
 
 class LocalStep:
@@ -85,9 +85,9 @@ class LocalStep:
     def _find_invalid(self, home: Home, number: int, args: Sequence[Any]) -> str | None:
         return find_invalid(self.bundle.computations[number], home, args)
 
-    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
+    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Seat]]:
         """Returns for each argument or result the executor, home and slot of its ranks."""
-        places: list[list[Place]] = [[] for _ in range(count)]
+        places: list[list[Seat]] = [[] for _ in range(count)]
         for own, executor, home in zip(pairs, self.executors, self.homes, strict=True):
             for number, slot in own:
                 places[number].append((executor, home, slot))
@@ -163,7 +163,7 @@ def _check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> Non
 class Feed:
     """Puts one argument into the slots of the ranks that read it; copies it only if it must."""
 
-    def __init__(self, places: Sequence[Place], own: Argument):
+    def __init__(self, places: Sequence[Seat], own: Argument):
         self._places, self._name, self._donated = places, own.name, own.donated
         self._split = own.spec, _compat.memory_kind(own.aval)
         self._sharding: Any = None
@@ -230,7 +230,7 @@ def _source(arg: jax.Array, wanted: jax.sharding.Sharding) -> _Source:
 class Fetch:
     """Makes one result from the arrays that the ranks have left in their slots."""
 
-    def __init__(self, places: Sequence[Place], own: Result):
+    def __init__(self, places: Sequence[Seat], own: Result):
         spec = own.spec or ()
         by_home: dict[Home, tuple[Any, int]] = {}
         for executor, home, slot in places:

@@ -92,10 +92,6 @@ class WorkerGroup(Group):
         RuntimeError: one did not start, or cannot be reached.
     """
 
-    def pack(self, value: Any) -> Packed:
-        """Pickles a value."""
-        return Packed.of(value)
-
     def __init__(self, settings: Settings):
         super().__init__()
         self._settings, self._warned, self._epoch = settings, False, 0
@@ -107,19 +103,19 @@ class WorkerGroup(Group):
             self._session = join_session()
             undo.callback(leave_session, self._session)
             gpus = settings.devices_per_rank * settings.gpus_per_rank
-            many = settings.ranks_per_process or 1
-            if settings.may_share:
-                many = ranks_of_a_node(settings.num_ranks, gpus)
+            many, every = settings.ranks_per_process, settings.processes_per_rank
+            if many is None:
+                share = gpus > 0 and every == 1 and settings.transport != "jax"
+                many = ranks_of_a_node(settings.num_ranks, gpus) if share else 1
             self._reservation = reserve_places(
                 self._session,
                 settings.num_ranks,
                 gpus_per_rank=gpus,
                 cpus_per_rank=settings.cpus_per_rank,
-                processes_per_rank=settings.processes_per_rank,
+                processes_per_rank=every,
                 ranks_per_process=many,
                 timeout=settings.start_timeout,
             )
-            every = settings.processes_per_rank
             ranks = [tuple(range(n, n + many)) for n in range(0, settings.num_ranks, many)]
             numbers = [(own, p) for own in ranks for p in range(every)]
             self.members = [WorkerMember(n, own, p, every) for n, (own, p) in enumerate(numbers)]
@@ -143,6 +139,10 @@ class WorkerGroup(Group):
         with uninterrupted():
             each = {w: self.members[w].call(method, *own, **how) for w, own in args.items()}
         return Pending(self.members, self._watch, each)
+
+    def pack(self, value: Any) -> Packed:
+        """Pickles a value."""
+        return Packed.of(value)
 
     def put(self, value: Any) -> Any:
         """Puts a value into Ray's store, where it stays while it lives; returns the reference."""

@@ -10,7 +10,7 @@ from jaxpp.runtime.arrays import Home, own_share, resplit, spans, to_host
 from jaxpp.runtime.executor import Executor, RankStep, find_invalid
 from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, RankCall, Source
 from jaxpp.runtime.site._carried import WithSettings
-from jaxpp.runtime.site._failure import Failure, Lost
+from jaxpp.runtime.site._failure import Lost
 from jaxpp.runtime.site._feed import Loader
 from jaxpp.runtime.site._programs import Loading
 
@@ -72,8 +72,8 @@ class Rank:
 
     def keep(self, loading: Loading, executor: Executor) -> None:
         """Keeps the executor of a step that has been loaded."""
-        made = tuple(Input(type_, self.home, spec) for type_, spec in loading.inputs)
-        self._steps[loading.step] = executor, made
+        makes = tuple(Input(type_, self.home, spec) for type_, spec in loading.inputs)
+        self._steps[loading.step] = executor, makes
 
     def executables(self, step: int) -> Sequence[Any]:
         """Returns the executables of a step's computations; None for one that is not run here."""
@@ -145,12 +145,6 @@ class Rank:
         """Forgets arrays."""
         for number in numbers:
             self.arrays.pop(number, None)
-
-    # ---- its end --------------------------------------------------------------------------------
-
-    def fail(self, error: BaseException) -> Failure:
-        """Fails the process with an error of this rank; its first error counts, and is returned."""
-        return self._site.fail(error, self.rank)
 
     def reset(self) -> None:
         """Drops the arrays of the rank, which must be idle, and makes it fit for work again."""
