@@ -37,8 +37,8 @@ class Worker(Process):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        # Ray's streams write each piece of a line at once, and Ray shows what it finds as a line.
-        sys.stdout, sys.stderr = (getattr(s, "stream", s) for s in (sys.stdout, sys.stderr))
+        # Ray's stream writes each piece of a line at once, and Ray shows what it finds as a line.
+        sys.stdout = getattr(sys.stdout, "stream", sys.stdout)
         # Ray's handler waits for `live`, which ends with the process, and takes no more calls.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
