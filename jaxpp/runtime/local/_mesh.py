@@ -124,7 +124,7 @@ class MpmdMesh:
             return
         assert self._tracing is not None
         self._tracing.steps[id(bundle)] = bundle  # kept alive, so that no other gets its id
-        recorder.dispatch(dispatcher, next(self._calls), id(bundle))
+        recorder.run(dispatcher, next(self._calls), id(bundle))
 
     def start_trace(self, directory: str | os.PathLike[str], *, times: Times = "profile") -> None:
         """Starts to record the tasks and messages of the ranks.

@@ -17,6 +17,7 @@ from jaxpp.runtime.arrays import (
     Home,
     check_arguments,
     devices_of,
+    from_host,
     sharding_across,
     sharding_in,
     sizes_of,
@@ -27,7 +28,6 @@ from jaxpp.runtime.executor import (
     Dispatcher,
     Executor,
     Inspected,
-    RankStep,
     compile_all,
     describe,
     find_invalid,
@@ -56,19 +56,19 @@ class LocalStep:
         self.bundle, self.homes = bundle, homes
         self._dispatch, self._lock = dispatch, lock
         self.transport = Near(dict(enumerate(homes)))
-        ranks = [
-            RankStep(
+        executors = [
+            Executor(
                 program,
-                home,
                 [own.get(n) for n in range(len(bundle.computations))],
-                [(slot, ArrayType.of(v), to_host(v)) for slot, v in program.constants],
+                self.transport,
+                [(n, from_host(to_host(v), ArrayType.of(v), home)) for n, v in program.constants],
                 find_invalid=functools.partial(self._find_invalid, home),
             )
             for program, own, home in zip(
                 bundle.programs, compile_all(bundle, homes), homes, strict=True
             )
         ]
-        self._dispatcher = Dispatcher(ranks, turns_of(bundle.programs), self.transport)
+        self._dispatcher = Dispatcher(executors, turns_of(bundle.programs))
         self.executors = list(self._dispatcher.executors.values())
         self.order = self._dispatcher.order
         #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.

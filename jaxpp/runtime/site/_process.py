@@ -31,7 +31,6 @@ from jaxpp.runtime.transport import (
     NotComputed,
     PeerLost,
     leave_processes,
-    lost_in_collective,
 )
 
 #: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
@@ -87,6 +86,8 @@ class Process:
         #: The way of the ranks to others, and what gives the value of a reference.
         self.transport: Any = None
         self.get: Callable[[Any], Any]
+        #: Called with each array that a rank has loaded: the rank, the batch, which one, its value.
+        self.took: Callable[[int, int, int, Any], None] = lambda *_: None
         #: What the ranks run, by number.
         self.computations: dict[int, WithSettings] = {}
         self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))
@@ -145,7 +146,7 @@ class Process:
                 if (recorder := self.transport.recorder) is None:
                     dispatcher.run()
                 else:
-                    recorder.dispatch(dispatcher, call.number, call.step)
+                    recorder.run(dispatcher, call.number, call.step)
             for rank in call.parts:
                 self.ranks[rank].take_results(call.step, call.results)
             self._running = None
@@ -157,10 +158,8 @@ class Process:
         """Registers a step for all ranks."""
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
         first = next(iter(loadings.values()))
-        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns, self.transport)
+        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns)
         self.transport.expect(dispatcher.messages, first.step, dispatcher.late, first.transfers)
-        for rank, own in loadings.items():
-            self.ranks[rank].keep(own, dispatcher.executors[rank])
 
     @in_order
     def unload(self, step: int, computations: Iterable[int]) -> None:
@@ -310,9 +309,9 @@ class Process:
         elif rank not in (None, at):
             at, what, source = rank, "", None
         failure = Failure.of(error, at, self._call, what, source)
-        in_collective = spans(self.ranks[at].home) and lost_in_collective(error)
-        is_echo = failure.is_echo or self.transport.is_echo(error) or in_collective
-        return dataclasses.replace(failure, is_echo=is_echo)
+        if self.transport.is_echo(error):
+            failure = dataclasses.replace(failure, is_echo=True)
+        return failure
 
     def _transport_failed(self, error: BaseException) -> None:
         # The loss of a rank is an error only for threads that wait for it. Others come from a
