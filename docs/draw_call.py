@@ -7,8 +7,7 @@ from drawing import GREY, PALE, STAGES, Picture, beside
 
 from jaxpp.runtime.executor import Dispatcher
 from jaxpp.runtime.remote._group import WorkerGroup
-from jaxpp.runtime.site._array import RemoteArray
-from jaxpp.runtime.site._arrays import Arrays
+from jaxpp.runtime.site._array import Handles, RemoteArray
 from jaxpp.runtime.site._process import Process
 from jaxpp.runtime.site._rank import Rank
 from jaxpp.runtime.site._step import RemoteStep
@@ -41,7 +40,7 @@ def main() -> None:
     dispatch = _box(picture, "steps", 3, Dispatcher.run)
     keep = _box(picture, "steps", 4, Rank.take_results)
     read = _box(picture, "driver", 3, RemoteArray.__array__)
-    fetch = _box(picture, "driver", 4, Arrays.fetch)
+    fetch = _box(picture, "driver", 4, Handles.fetch)
     serve = _box(picture, "fetches", 4, Process.fetch)
     for before, after in [(call, send), (run, feed), (feed, dispatch), (dispatch, keep)]:
         picture.arrow(before["right"], after["left"])
@@ -51,7 +50,7 @@ def main() -> None:
     picture.arrow(keep["above"], serve["below"])
     picture.text(send["below"][0] + 8, 98, "one Call, by Ray", ink=GREY, size=8)
     picture.text(
-        _LEFT, 237, "Arrays go from rank to rank by the transport, never through Ray.", size=8.5
+        _LEFT, 237, "Handles go from rank to rank by the transport, never through Ray.", size=8.5
     )
     picture.save(beside(__file__, "call.svg"))
 

@@ -4,6 +4,7 @@ All transforms rest on this room. A pass maps a closed jaxpr without constants t
 """
 
 from jaxpp.jaxprs import primitives as primitives
+from jaxpp.jaxprs._arguments import DONATED as DONATED
 from jaxpp.jaxprs._arguments import check_arrays as check_arrays
 from jaxpp.jaxprs._arguments import check_there as check_there
 from jaxpp.jaxprs._arguments import describe_function as describe_function

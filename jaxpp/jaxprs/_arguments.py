@@ -55,6 +55,10 @@ def describe_function(fun: Any) -> str:
     return f"`{name}`" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
 
 
+#: The way out for who uses an array that a call has consumed.
+DONATED = "use what that call returned, or leave the argument out of donate_argnums"
+
+
 def check_arrays(arguments: Iterable[tuple[str, bool, Any]]) -> None:
     """Checks that no array has been deleted, and that no donated one is passed twice.
 
@@ -86,7 +90,5 @@ def check_there(value: Any, name: str) -> None:
     """
     if isinstance(value, jax.Array) and value.is_deleted():
         why = getattr(value, "why_deleted", "") or "donated to an earlier call, which deleted it"
-        raise ValueError(
-            f"args{name} was {why}; pass what that call returned, or leave the argument out of "
-            f"donate_argnums."
-        )
+        way_out = getattr(value, "way_out", "") or DONATED
+        raise ValueError(f"args{name} was {why}; {way_out}.")

@@ -116,6 +116,11 @@ class StackedArray(ArrayHandle):
         """The reason why a part is gone, as the end of a sentence; empty if not known."""
         return next((why for p in self.parts if (why := getattr(p, "why_deleted", ""))), "")
 
+    @property
+    def way_out(self) -> str:
+        """What is to be done about it, as the end of a sentence; empty if not known."""
+        return next((p.way_out for p in self.parts if getattr(p, "why_deleted", "")), "")
+
     def __repr__(self):
         gone = "deleted, " if self.is_deleted() else ""
         kind = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
@@ -210,6 +215,7 @@ def gather(tree: Tree, device: jax.Device | None = None) -> Tree:  # pyright: ig
         return jnp.copy(moved) if not fetched and target in x.devices() else moved
 
     for x in jtu.tree_leaves(tree):
-        if isinstance(x, ArrayHandle) and not x.is_fully_addressable:
-            x.copy_to_host_async()  # all values come in one fetch
+        for part in x.parts if isinstance(x, StackedArray) else (x,):
+            if isinstance(part, ArrayHandle) and not part.is_fully_addressable:
+                part.want()  # all values come in one fetch
     return jtu.tree_map(plain, tree)

@@ -261,7 +261,8 @@ def _check(path: str, leaf: Any) -> None:
         )
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         why = getattr(leaf, "why_deleted", "") or "deleted, for instance since a step took it"
-        raise ValueError(f"The leaf {path} was {why}; save what that step returned.")
+        way_out = getattr(leaf, "way_out", "") or "save what that step returned"
+        raise ValueError(f"The leaf {path} was {why}; {way_out}.")
 
 
 def _name(path: Any) -> str:

@@ -95,7 +95,7 @@ def _mark(one: Any) -> bytes:
         case RemoteArray():
             return str(one.id).encode()
         case Fed(batch=batch):
-            value = batch.value.get()
+            value = batch.value
             known = isinstance(value, int | float | str)
             return f"{batch.number} {value if known else ''}".encode()
     return b""

@@ -24,7 +24,6 @@ from jaxpp.runtime.site import (
     Group,
     Hello,
     Member,
-    Plain,
     Process,
     RankError,
 )
@@ -48,7 +47,6 @@ class LaunchedGroup(Group):
         start_timeout: as of the mesh.
     """
 
-    carrier = Plain
     _watch: "LaunchedWatch"
 
     def __init__(
@@ -101,16 +99,10 @@ class LaunchedGroup(Group):
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
             member.hello = found[member.worker]
-            self._check(member)
+            member.check_versions("LaunchedMpmdMesh")
         peers = {rank: m.hello.addresses for m in self._members for rank in m.ranks if m.hello}
         transport.connect(peers)
         self.meet("has connected", None).values()  # none sends before all are connected
-
-    def _check(self, member: Member) -> None:
-        if apart := member.hello and member.hello.other_versions:
-            raise ValueError(
-                f"LaunchedMpmdMesh: {member} has {apart}; install the same versions on every host."
-            )
 
     # ---- calls ----------------------------------------------------------------------------------
 
@@ -129,10 +121,6 @@ class LaunchedGroup(Group):
             self._calls += 1
             self._digests.append(digest)
         super().send_steps(calls, inputs)
-
-    def put(self, value: Any) -> Any:
-        """Returns the value itself, since all processes have it."""
-        return value
 
     def hellos(self) -> list[tuple[tuple[int, ...], Hello]]:
         """Returns for each process its ranks, and its description of itself."""

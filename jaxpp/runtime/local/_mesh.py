@@ -1,9 +1,10 @@
 """`MpmdMesh`: all ranks in this process."""
 
+import itertools
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,23 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle
 from jaxpp.runtime.arrays import Home, StackedStep, check_axes, devices_of
+from jaxpp.runtime.executor import Dispatcher
 from jaxpp.runtime.local._step import LocalStep
-from jaxpp.runtime.local._tracing import LocalTracing
-from jaxpp.runtime.trace import Times, Trace
+from jaxpp.runtime.trace import Recorder, Times, Trace, Tracing, start_trace, stop_trace
+
+
+class _Process:
+    """The one process of a local mesh, as traces reach it and its transport."""
+
+    first_ranks = (0,)
+
+    def __init__(self):
+        self.transport = self
+        self.recorder: Recorder | None = None
+
+    def apply(self, function: Any, args: Mapping[int, tuple], **_: Any) -> dict[int, Any]:
+        """Runs `function(process, *args)`."""
+        return {number: function(self, *own) for number, own in args.items()}
 
 
 class MpmdMesh:
@@ -79,7 +94,9 @@ class MpmdMesh:
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, inside
         self.num_ranks = axes.num_ranks
-        self._tracing = LocalTracing()
+        self._process = _Process()
+        self._tracing: Tracing | None = None
+        self._calls = itertools.count()
         self._lock = threading.RLock()
 
     def __repr__(self):
@@ -98,7 +115,16 @@ class MpmdMesh:
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step; returns the function that runs the step on its arguments."""
-        return StackedStep(LocalStep(bundle, self.homes, self._tracing, self._lock), bundle)
+        return StackedStep(LocalStep(bundle, self.homes, self._dispatch, self._lock), bundle)
+
+    def _dispatch(self, dispatcher: Dispatcher, bundle: Bundle) -> None:
+        """Dispatches a step; records it, by its id as the number, where the mesh is traced."""
+        if (recorder := self._process.recorder) is None:
+            dispatcher.run()
+            return
+        assert self._tracing is not None
+        self._tracing.steps[id(bundle)] = bundle  # kept alive, so that no other gets its id
+        recorder.run(dispatcher, next(self._calls), id(bundle))
 
     def start_trace(self, directory: str | os.PathLike[str], *, times: Times = "profile") -> None:
         """Starts to record the tasks and messages of the ranks.
@@ -129,7 +155,7 @@ class MpmdMesh:
             ['F0.0', 'B0.0', 'F0.1', 'B0.1']
         """
         with self._lock:
-            self._tracing.start(directory, times)
+            self._tracing = start_trace(self._process, directory, times, self._tracing)
 
     def stop_trace(self) -> Trace:
         """Ends the trace once all calls have been computed, and writes its files.
@@ -145,7 +171,9 @@ class MpmdMesh:
             RuntimeError: the mesh is not traced.
         """
         with self._lock:
-            return self._tracing.stop(self.homes)
+            tracing, self._tracing = self._tracing, None
+            distinct = list(dict.fromkeys(self.homes))
+            return stop_trace(self._process, tracing, [distinct.index(h) for h in self.homes])
 
 
 PROVIDED["mesh"] = lambda num_ranks: MpmdMesh((num_ranks,))

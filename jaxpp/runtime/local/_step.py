@@ -1,6 +1,7 @@
 """`LocalStep`: a step's programs on the devices of this process, its arguments and its results."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,11 +33,10 @@ from jaxpp.runtime.executor import (
     find_invalid,
     turns_of,
 )
-from jaxpp.runtime.local._tracing import LocalTracing
 from jaxpp.runtime.transport import RUN_AHEAD, Near
 
 #: A rank's executor, its home, and a slot.
-Place = tuple[Executor, Home, int]
+Seat = tuple[Executor, Home, int]
 
 
 class LocalStep:
@@ -47,31 +47,28 @@ class LocalStep:
     """
 
     def __init__(
-        self, bundle: Bundle, homes: Sequence[Home], tracing: LocalTracing, lock: threading.RLock
+        self,
+        bundle: Bundle,
+        homes: Sequence[Home],
+        dispatch: Callable[[Dispatcher, Bundle], None],
+        lock: threading.RLock,
     ):
-        self.bundle = bundle
-        self.homes = homes
-        self._tracing = tracing
-        self._lock = lock
+        self.bundle, self.homes = bundle, homes
+        self._dispatch, self._lock = dispatch, lock
         self.transport = Near(dict(enumerate(homes)))
-        self._dispatcher = Dispatcher(
-            [
-                Executor(
-                    program,
-                    [own.get(n) for n in range(len(bundle.computations))],
-                    self.transport,
-                    [
-                        (n, from_host(to_host(v), ArrayType.of(v), home))
-                        for n, v in program.constants
-                    ],
-                    find_invalid=self._finder(home),
-                )
-                for program, own, home in zip(
-                    bundle.programs, compile_all(bundle, homes), homes, strict=True
-                )
-            ],
-            turns_of(bundle.programs),
-        )
+        executors = [
+            Executor(
+                program,
+                [own.get(n) for n in range(len(bundle.computations))],
+                self.transport,
+                [(n, from_host(to_host(v), ArrayType.of(v), home)) for n, v in program.constants],
+                find_invalid=functools.partial(self._find_invalid, home),
+            )
+            for program, own, home in zip(
+                bundle.programs, compile_all(bundle, homes), homes, strict=True
+            )
+        ]
+        self._dispatcher = Dispatcher(executors, turns_of(bundle.programs))
         self.executors = list(self._dispatcher.executors.values())
         self.order = self._dispatcher.order
         #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
@@ -82,19 +79,15 @@ class LocalStep:
         )
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
-        self.feeds = [
-            Feed(places, own) for places, own in zip(inputs, bundle.arguments, strict=True)
-        ]
-        self._fetches = [
-            Fetch(places, own) for places, own in zip(outputs, bundle.results, strict=True)
-        ]
+        self.feeds = list(map(Feed, inputs, bundle.arguments))
+        self._fetches = list(map(Fetch, outputs, bundle.results))
 
-    def _finder(self, home: Home) -> Callable[[int, Sequence[Any]], str | None]:
-        return lambda number, args: find_invalid(self.bundle.computations[number], home, args)
+    def _find_invalid(self, home: Home, number: int, args: Sequence[Any]) -> str | None:
+        return find_invalid(self.bundle.computations[number], home, args)
 
-    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
+    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Seat]]:
         """Returns for each argument or result the executor, home and slot of its ranks."""
-        places: list[list[Place]] = [[] for _ in range(count)]
+        places: list[list[Seat]] = [[] for _ in range(count)]
         for own, executor, home in zip(pairs, self.executors, self.homes, strict=True):
             for number, slot in own:
                 places[number].append((executor, home, slot))
@@ -110,7 +103,10 @@ class LocalStep:
                 feed(arg)
             try:
                 with _compat.raising_once() if self._raises else contextlib.nullcontext():
-                    (dispatch or self._dispatch)()
+                    if dispatch is None:
+                        self._dispatch(self._dispatcher, self.bundle)
+                    else:
+                        dispatch()
                     results = [fetch() for fetch in self._fetches]
                     if self._raises:
                         jax.block_until_ready(results)
@@ -142,12 +138,6 @@ class LocalStep:
         """Describes what each rank holds, sends and reduces."""
         return describe(self.bundle, self.inspect())
 
-    def _dispatch(self) -> None:
-        if (recorder := self._tracing.recorder) is None:
-            self._dispatcher.run()
-        else:
-            recorder.run(self._dispatcher, self._tracing.begin(self.bundle), id(self.bundle))
-
 
 def _check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> None:
     """Explains an error of a computation by the memory layout of an argument, if that is why.
@@ -173,10 +163,8 @@ def _check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> Non
 class Feed:
     """Puts one argument into the slots of the ranks that read it; copies it only if it must."""
 
-    def __init__(self, places: Sequence[Place], own: Argument):
-        self._places = places
-        self._name = own.name
-        self._donated = own.donated
+    def __init__(self, places: Sequence[Seat], own: Argument):
+        self._places, self._name, self._donated = places, own.name, own.donated
         self._split = own.spec, _compat.memory_kind(own.aval)
         self._sharding: Any = None
         self._known: list[_Source] = []
@@ -242,13 +230,12 @@ def _source(arg: jax.Array, wanted: jax.sharding.Sharding) -> _Source:
 class Fetch:
     """Makes one result from the arrays that the ranks have left in their slots."""
 
-    def __init__(self, places: Sequence[Place], own: Result):
+    def __init__(self, places: Sequence[Seat], own: Result):
         spec = own.spec or ()
         by_home: dict[Home, tuple[Any, int]] = {}
         for executor, home, slot in places:
             by_home.setdefault(home, (executor, slot))
-        self._places = places
-        self._aval = own.aval
+        self._places, self._aval = places, own.aval
         self._sources = list(by_home.values())
         kind = _compat.memory_kind(own.aval)
         across = sharding_across(tuple(by_home), spec, kind)

@@ -12,7 +12,7 @@ import jax
 import ray
 import ray.exceptions
 
-from jaxpp.runtime.remote._member import WorkerMember
+from jaxpp._program import Bundle
 from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._watch import WorkerWatch
 from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Worker
@@ -34,7 +34,7 @@ from jaxpp.runtime.site import (
     Death,
     Failed,
     Group,
-    Hello,
+    Member,
     Packed,
     Process,
     Watch,
@@ -53,6 +53,32 @@ for _method in [*vars(Process).values(), *vars(Worker).values()]:
         ray.method(concurrency_group=_method.lane)(_method)
 
 
+@dataclasses.dataclass
+class WorkerMember(Member):
+    """The driver's record of a worker: Ray's `actor`, and the `turn` of its next call in order."""
+
+    actor: Any = None
+    turn: int = 0
+
+    def call(self, method: Callable[..., Any], *args: Any, returns: int = 1) -> Any:
+        """Calls a method of `Worker` there; returns the reference to its result, or to each one."""
+        if getattr(method, "lane", "") == "steps":
+            args, self.turn = (self.turn, *args), self.turn + 1
+        own = getattr(self.actor, method.__name__)
+        return own.remote(*args) if returns == 1 else own.options(num_returns=returns).remote(*args)
+
+    def kill(self) -> None:
+        """Ends the worker's process; it cannot be used again."""
+        self.dead = True
+        if self.actor and ray.is_initialized():  # `ray.kill` would start a session
+            with contextlib.suppress(Exception):  # the session may be ending at this moment
+                ray.kill(self.actor)
+
+    def renewed(self) -> "WorkerMember":
+        """Makes the record of the worker that replaces this one."""
+        return WorkerMember(self.worker, self.ranks, self.process, self.processes)
+
+
 class WorkerGroup(Group):
     """The workers of a mesh, in the order of ranks; the workers of a rank follow each other.
 
@@ -66,12 +92,9 @@ class WorkerGroup(Group):
         RuntimeError: one did not start, or cannot be reached.
     """
 
-    carrier = Packed
-
     def __init__(self, settings: Settings):
         super().__init__()
-        self._settings, self._warned = settings, False
-        self._epoch = 0
+        self._settings, self._warned, self._epoch = settings, False, 0
         #: For each rank where its processes are joined; None where it has but one.
         self._coordinators: list[str | None] = [None] * settings.num_ranks
         #: References to what is in Ray's store, by the value.
@@ -80,19 +103,19 @@ class WorkerGroup(Group):
             self._session = join_session()
             undo.callback(leave_session, self._session)
             gpus = settings.devices_per_rank * settings.gpus_per_rank
-            many = settings.ranks_per_process or 1
-            if settings.may_share:
-                many = ranks_of_a_node(settings.num_ranks, gpus)
+            many, every = settings.ranks_per_process, settings.processes_per_rank
+            if many is None:
+                share = gpus > 0 and every == 1 and settings.transport != "jax"
+                many = ranks_of_a_node(settings.num_ranks, gpus) if share else 1
             self._reservation = reserve_places(
                 self._session,
                 settings.num_ranks,
                 gpus_per_rank=gpus,
                 cpus_per_rank=settings.cpus_per_rank,
-                processes_per_rank=settings.processes_per_rank,
+                processes_per_rank=every,
                 ranks_per_process=many,
                 timeout=settings.start_timeout,
             )
-            every = settings.processes_per_rank
             ranks = [tuple(range(n, n + many)) for n in range(0, settings.num_ranks, many)]
             numbers = [(own, p) for own in ranks for p in range(every)]
             self.members = [WorkerMember(n, own, p, every) for n, (own, p) in enumerate(numbers)]
@@ -103,26 +126,23 @@ class WorkerGroup(Group):
             self._start()
             undo.pop_all()
 
-    def warn_of_platform(self) -> None:
+    def agree(self, number: int, bundle: Bundle) -> None:
         """Warns once where the workers' platform is not this process's; it starts JAX here."""
         if not self._warned:
-            self._warned, first = True, self.members[0].hello
-            assert first is not None
-            warn_of_platform(jax.default_backend(), first.platform)
+            self._warned = True
+            warn_of_platform(jax.default_backend(), self.members[0].hello.platform)
 
     # ---- calls ----------------------------------------------------------------------------------
 
     def send(self, method: Callable[..., Any], args: Mapping[int, tuple], **how: Any) -> "Pending":
-        """Calls a method of `Process` on some workers, on all of them or none; does not wait.
-
-        Args:
-            method: the method: `Process.run`.
-            args: the arguments by worker; values of the user's are packed.
-            **how: the number of results, as `Member.call` takes it.
-        """
+        """Calls a method of `Process` on some workers, on all of them or none; does not wait."""
         with uninterrupted():
             each = {w: self.members[w].call(method, *own, **how) for w, own in args.items()}
         return Pending(self.members, self._watch, each)
+
+    def pack(self, value: Any) -> Packed:
+        """Pickles a value."""
+        return Packed.of(value)
 
     def put(self, value: Any) -> Any:
         """Puts a value into Ray's store, where it stays while it lives; returns the reference."""
@@ -178,12 +198,12 @@ class WorkerGroup(Group):
                 left = max(0.0, end - time.monotonic())
                 ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)
             for member in members:
-                with contextlib.suppress(ray.exceptions.RayError):
+                try:
                     found = ray.get(asked[member.worker], timeout=0)
-                    if method is Process.reset and member.hello is not None:
+                    if method is Process.reset:
                         member.hello = dataclasses.replace(member.hello, addresses=found)
-                    continue
-                member.kill()
+                except ray.exceptions.RayError:
+                    member.kill()
             members = [member for member in members if not member.dead]
 
     def stop(self) -> None:
@@ -224,35 +244,28 @@ class WorkerGroup(Group):
             (self._settings, self._address(m), self._coordinators[m.ranks[0]], self._epoch)
             for m in fresh
         ]
-        hellos = self._ask(Worker.start, fresh, args)
-        for member, hello in zip(fresh, hellos, strict=True):
-            self._check(member, hello)
+        for member, hello in zip(fresh, self._ask(Worker.start, fresh, args), strict=True):
             member.hello = hello
-        warn_of_open_ports([hello.addresses for hello in hellos])
+            self._check(member)
+        warn_of_open_ports(member.hello.addresses for member in fresh)
         timeout = self._settings.heartbeat_timeout
         self._watch = WorkerWatch(self.members, timeout, self.library.describe, RESTART)
         self._watch.start()
         # Processes of the same number in their ranks send to each other.
         peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)
         for member in self.members:
-            assert member.hello is not None
             peers[member.process] |= dict.fromkeys(member.ranks, member.hello.addresses)
         self.send(Process.connect, {m.worker: (peers[m.process],) for m in self.members}).values()
 
     def _new_actor(self, member: WorkerMember) -> Any:
         """Starts the process of a worker; `ps` shows the name of its class."""
-        rank, several = member.ranks[0], member.processes > 1
-        name = f"jaxpp_rank_{rank}" + (f"_process_{member.process}" if several else "")
-        options = worker_options(
-            self._reservation,
-            rank,
-            member.process,
-            environment=self._settings.environment,
-            cores=self._settings.cores,
-        )
+        rank, process, settings = member.ranks[0], member.process, self._settings
+        name = f"jaxpp_rank_{rank}" + (f"_process_{process}" if member.processes > 1 else "")
+        how = {"environment": settings.environment, "cores": settings.cores}
+        options = worker_options(self._reservation, rank, process, **how)
         own = type(name, (Worker,), {"__doc__": Worker.__doc__})
         actor = _remote(concurrency_groups=LANES)(own)
-        return actor.options(**options).remote(member.ranks, member.process, member.processes)
+        return actor.options(**options).remote(member.ranks, process, member.processes)
 
     def _meet(self) -> None:
         """Settles where `jax.distributed` joins the processes of each rank, if it has several."""
@@ -261,8 +274,7 @@ class WorkerGroup(Group):
             first = self.members[::processes]
             hosts = [self._address(member) or LOOPBACK for member in first]
             ports = self._ask(Worker.free_port, first, [(host,) for host in hosts])
-            pairs = zip(hosts, ports, strict=True)
-            self._coordinators = [f"{host}:{port}" for host, port in pairs]
+            self._coordinators = [f"{h}:{port}" for h, port in zip(hosts, ports, strict=True)]
 
     def _check_nodes(self) -> None:
         here = ray.get_runtime_context().get_node_id()
@@ -291,7 +303,7 @@ class WorkerGroup(Group):
             return ray.get(references, timeout=self._settings.start_timeout)
         except ray.exceptions.GetTimeoutError:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-            late = [m for m, r in zip(members, references, strict=True) if r not in done]
+            late = (m for m, r in zip(members, references, strict=True) if r not in done)
             ranks = [rank for member in late for rank in member.ranks]
             raise RuntimeError(
                 f"RemoteMpmdMesh: the workers of ranks {ranks} have not started within "
@@ -306,30 +318,23 @@ class WorkerGroup(Group):
                 f"missing there, install this project and its packages on every host."
             ) from error
 
-    def _check(self, member: WorkerMember, hello: Hello) -> None:
-        rank = member.ranks[0]
+    def _check(self, member: WorkerMember) -> None:
+        hello = member.hello
         if self._settings.gpus_per_rank and hello.platform == "cpu":
             given = (self._settings.environment or {}).get("JAX_PLATFORMS", "")
             raise RuntimeError(
-                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has a GPU, for "
+                f"RemoteMpmdMesh: {member} has a GPU, for "
                 f"gpus_per_rank={self._settings.gpus_per_rank:g}, but JAX runs on CPU there, with "
                 f"JAX_PLATFORMS={given!r}. Install JAX for GPUs on that host (jax[cuda13]), or run "
                 f"on CPU with gpus_per_rank=0."
             )
-        if apart := hello.other_versions:
-            raise ValueError(
-                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has {apart}; install "
-                f"the same versions on every host."
-            )
+        member.check_versions("RemoteMpmdMesh")
 
 
 class Pending:
     """A call that runs on some workers.
 
-    Args:
-        members: all workers.
-        watch: the watch over them.
-        references: by worker the reference to the result; of several results, a list.
+    `references` are by worker to its result, or to each of several.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from jaxpp._program import PIPELINE_AXIS, Bundle
+from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import check_axes
 from jaxpp.runtime.remote._settings import Settings
@@ -135,8 +135,3 @@ class RemoteMpmdMesh(SiteMesh):
             self._arrays.restart()
             self.tracing = None
             self._group.restart()
-
-    def load(self, bundle: Bundle) -> Any:
-        """Compiles a step on the workers; returns the function that calls the step."""
-        self._group.warn_of_platform()
-        return super().load(bundle)

@@ -44,12 +44,6 @@ class Settings:
         """The number of devices of a rank."""
         return math.prod(self.inside.values())
 
-    @property
-    def may_share(self) -> bool:
-        """Tells whether ranks share processes where nothing else was asked for."""
-        gpus = self.gpus_per_rank > 0 and self.processes_per_rank == 1
-        return self.ranks_per_process is None and gpus and self.transport != "jax"
-
     def __post_init__(self):
         devices, processes = self.devices_per_rank, self.processes_per_rank
         if devices > 1 and self.gpus_per_rank != int(self.gpus_per_rank):

@@ -44,11 +44,9 @@ class WorkerWatch(Watch):
 
     def _ended(self, worker: int, living: Any) -> None:
         """Takes the end of a worker's `live`, on a thread of Ray's."""
-        if living.cancelled():  # as the session ends
-            return
-        error = living.exception()
-        if isinstance(error, concurrent.futures.CancelledError):
-            return
+        error = None if living.cancelled() else living.exception()
+        if error is None or isinstance(error, concurrent.futures.CancelledError):
+            return  # the session ends
         own = getattr(error, "cause", None)
         self.report(worker, own.failure if isinstance(own, Failed) else Death.of(error))
 
@@ -68,18 +66,17 @@ class WorkerWatch(Watch):
     def why_dead(self, member: Member, silence: float) -> str:
         """Looks at a silent worker on its host."""
         self._silent[member.worker] = 0.0
-        assert member.hello is not None
         try:
             stopped = _on_node(member.hello.node, end_stopped, member.hello.pid)
             return "its process is stopped" if stopped else ""
         except ray.exceptions.RayError:
             return "its host does not answer"
 
-    def end_others(self, member: Member) -> None:
+    def end_others(self, member: Any) -> None:
         """Aborts all workers but one."""
-        others: list[Any] = [other for other in self.members if other is not member]
-        for other in others:
-            other.call(Process.abort, f"{member} has failed")
+        for other in self.members:
+            if other is not member:
+                other.call(Process.abort, f"{member} has failed")
 
     def last_words(self, member: Member) -> str:
         """Returns the last lines of a dead worker's output; none where its host is not there."""

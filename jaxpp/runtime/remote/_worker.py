@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from typing import Any, NoReturn
 
 import jax
@@ -36,6 +37,8 @@ class Worker(Process):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        # Ray's stream writes each piece of a line at once, and Ray shows what it finds as a line.
+        sys.stdout = getattr(sys.stdout, "stream", sys.stdout)
         # Ray's handler waits for `live`, which ends with the process, and takes no more calls.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

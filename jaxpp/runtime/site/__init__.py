@@ -8,12 +8,10 @@ from jaxpp.runtime.site._array import RemoteArray as RemoteArray
 from jaxpp.runtime.site._array import RemoteSharding as RemoteSharding
 from jaxpp.runtime.site._call import Given as Given
 from jaxpp.runtime.site._carried import Packed as Packed
-from jaxpp.runtime.site._carried import Plain as Plain
 from jaxpp.runtime.site._failure import RESTART as RESTART
 from jaxpp.runtime.site._failure import Death as Death
 from jaxpp.runtime.site._failure import Failed as Failed
 from jaxpp.runtime.site._failure import Failure as Failure
-from jaxpp.runtime.site._failure import Lost as Lost
 from jaxpp.runtime.site._failure import RankError as RankError
 from jaxpp.runtime.site._group import IN_FLIGHT as IN_FLIGHT
 from jaxpp.runtime.site._group import Group as Group
@@ -25,7 +23,6 @@ from jaxpp.runtime.site._mesh import SiteMesh as SiteMesh
 from jaxpp.runtime.site._process import LANES as LANES
 from jaxpp.runtime.site._process import Process as Process
 from jaxpp.runtime.site._process import lane as lane
-from jaxpp.runtime.site._watch import BEAT as BEAT
 from jaxpp.runtime.site._watch import POLL as POLL
 from jaxpp.runtime.site._watch import Watch as Watch
 from jaxpp.runtime.site._watch import end_stopped as end_stopped

@@ -59,7 +59,7 @@ Source = Kept | Given | Moved | Loaded
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class RankCall:
     """The part of one rank in a call.
 
     Args:
@@ -74,7 +74,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class StepCall:
     """One call of a step, for the ranks of one process.
 
     Args:
@@ -89,7 +89,7 @@ class Call:
     step: int
     results: int
     checks: tuple[str, ...]
-    parts: Mapping[int, Part]
+    parts: Mapping[int, RankCall]
 
 
 class Input:

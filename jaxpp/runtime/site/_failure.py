@@ -127,12 +127,7 @@ class Failure:
 
 
 class Failed(Exception):
-    """The error of a worker's method, which Ray brings to the driver.
-
-    Args:
-        failure: what happened.
-        ends: whether the worker has failed; else it goes on.
-    """
+    """The error of a worker's method; `ends` tells whether the worker has failed, or goes on."""
 
     def __init__(self, failure: Failure, ends: bool):
         super().__init__(failure, ends)
@@ -195,7 +190,9 @@ def judge(
     end = f"{_END} {advice}"
     worker = _culprit(members, reports)
     if worker is None:
-        return _cut_off(members, reports, end)
+        if (error := _cut_off(members, reports, end)) is not None:
+            return error
+        worker = next(iter(reports))
     member, what = members[worker], reports[worker]
     waiting = [
         f"rank {other.rank} in {other.task}"
@@ -225,18 +222,15 @@ def _culprit(members: Sequence[Any], reports: Reports) -> int | None:
     return None
 
 
-def _cut_off(members: Sequence[Any], reports: Reports, end: str) -> RankError:
-    """Makes the error where no worker has failed, and one has lost its connection to another."""
+def _cut_off(members: Sequence[Any], reports: Reports, end: str) -> RankError | None:
+    """Makes the error where one of the workers has lost its connection to another, if one has."""
     lost = [
         (worker, what, cause)
         for worker, what in sorted(reports.items())
         if isinstance(what, Failure) and isinstance(cause := what.cause(), PeerLost)
     ]
     if not lost:
-        worker, what = next(iter(reports.items()))
-        assert isinstance(what, Failure)
-        message = f"{members[worker].named(what.rank)} has failed: {what.exception}. {end}"
-        return members[worker].error(message, what.exception, what.task, what.cause(), what.rank)
+        return None
     worker, what, cause = lost[0]
     own = members[worker]
     peer = next(m for m in members if cause.rank in m.ranks and m.process == own.process)

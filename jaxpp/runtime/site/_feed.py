@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ import jax.tree_util as jtu
 from jaxpp._program import Fed
 from jaxpp._specs import type_of
 from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.site._carried import Carried
+from jaxpp.runtime.site._carried import unpacked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,13 +22,15 @@ class Batch:
 
     Args:
         number: of the batch.
-        function: a reference to the function, which is carried.
-        value: the value.
+        function: the number of the function.
+        reference: to the function, packed.
+        value: the value, packed.
     """
 
     number: int
-    function: Any
-    value: Carried
+    function: int
+    reference: Any
+    value: Any
 
 
 #: The functions that a mesh keeps; one that is used again later is described again.
@@ -41,19 +42,13 @@ class Feeds:
 
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
-        put: puts a value where all sites find it, once, and returns the reference.
-        carry: makes a value of the user's ready to go to a site.
+        group: the processes.
     """
 
-    def __init__(
-        self,
-        describe: Callable[[Callable[[Any], Any], Any], Any],
-        put: Callable[[Any], Any],
-        carry: Callable[[Any], Carried],
-    ):
-        self._describe, self._put, self._carry = describe, put, carry
-        #: The functions that are kept, as they are and carried, with their types.
-        self._loads: collections.deque[tuple[Any, Carried, Any]] = collections.deque(maxlen=KEPT)
+    def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any], group: Any):
+        self._describe, self._put, self._pack = describe, group.put, group.pack
+        #: The functions that are kept, each with its number, packed, and with its types.
+        self._loads: collections.deque[tuple[Any, int, Any, Any]] = collections.deque(maxlen=KEPT)
         self._numbers = itertools.count()
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
@@ -61,9 +56,10 @@ class Feeds:
         found = next((own for own in self._loads if own[0] == load), None)
         if found is None:
             types = self._describe(load, value)
-            self._loads.append(found := (load, self._carry(load), types))
-        _, function, types = found
-        batch = Batch(next(self._numbers), self._put(function), self._carry(value))
+            found = load, next(self._numbers), self._pack(load), types
+            self._loads.append(found)
+        _, number, function, types = found
+        batch = Batch(next(self._numbers), number, self._put(function), self._pack(value))
         leaves, tree = jtu.tree_flatten(types)
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
@@ -71,13 +67,13 @@ class Feeds:
 class Loader:
     """A rank's side: loads batches one after the other, while the step before runs.
 
-    Args:
-        get: gives the value of a reference.
+    `get` gives the value of a reference.
     """
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
-        #: Gives the function of a reference.
-        self._function = functools.lru_cache(KEPT)(lambda reference: get(reference).get())
+        self._get = get
+        #: The functions that are kept, by number: each may have a state.
+        self._functions: dict[int, Callable[[Any], Any]] = {}
         #: By number the leaves of a batch, each with its path, or what its load raised.
         self._batches: dict[int, list[tuple[Any, Any]] | BaseException] = {}
         self._there = threading.Condition()
@@ -89,8 +85,8 @@ class Loader:
         found: list[tuple[Any, Any]] | BaseException
         value: Any = "what could not be read"
         try:
-            load = self._function(batch.function)
-            value = batch.value.get()
+            load = self._function_of(batch)
+            value = unpacked(batch.value)
             found = jtu.tree_leaves_with_path(load(value))
         except BaseException as error:  # noqa: B036  also an interrupt is told to the driver
             error.add_note(f"in the function that feeds the step, called with {value!r}")
@@ -98,6 +94,13 @@ class Loader:
         with self._there:
             batches[batch.number] = found
             self._there.notify_all()
+
+    def _function_of(self, batch: Batch) -> Callable[[Any], Any]:
+        if batch.function not in self._functions:
+            self._functions[batch.function] = self._get(batch.reference)
+            for number in [*self._functions][:-KEPT]:
+                del self._functions[number]
+        return self._functions[batch.function]
 
     def take(self, number: int, leaf: int, expected: ArrayType) -> Any:
         """Returns an array of a batch, as it was loaded; waits until it has been.

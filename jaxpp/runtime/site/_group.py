@@ -25,8 +25,6 @@ class Group:
     """
 
     members: Sequence[Any]
-    #: What a value of the user's becomes on its way to a process: `Packed` or `Plain`.
-    carrier: Any
     _watch: Any
 
     def __init__(self):
@@ -34,7 +32,7 @@ class Group:
         self.order = threading.RLock()
         self.stopped = False
         #: The steps that are called there.
-        self.library = Library(self.put, self.carrier.of)
+        self.library = Library(self.put, self.pack)
         #: The numbers of calls of steps.
         self.calls = itertools.count(1)
         #: The calls of steps that some rank may not have dispatched yet, the oldest first.
@@ -57,9 +55,13 @@ class Group:
         """
         raise NotImplementedError
 
+    def pack(self, value: Any) -> Any:
+        """Makes a value of the user's ready to go to other processes, if there are some."""
+        return value
+
     def put(self, value: Any) -> Any:
-        """Puts a value where all processes find it, once; returns the reference."""
-        raise NotImplementedError
+        """Puts a packed value where all processes find it, once; returns the reference."""
+        return value
 
     def agree(self, number: int, bundle: Bundle) -> None:
         """Checks that all processes have the same step by a number."""
@@ -98,13 +100,10 @@ class Group:
         return self.send(Process.wait, {worker: (rank, (number,))}), worker
 
     def apply(self, name: str, packed: Mapping[int, Any], ordered: bool, processes: int) -> Any:
-        """Starts a function of a name on ranks, in the first processes of each.
+        """Starts a function of a name on ranks, in the first `processes` of each.
 
-        Args:
-            name: the function's.
-            packed: by rank the carried function and its arguments.
-            ordered: whether it keeps its place among the steps.
-            processes: how many these are.
+        `packed` is by rank the function and its arguments; an `ordered` one keeps its place among
+        the steps.
         """
         method = Process.apply_in_order if ordered else Process.apply
         first = {m.worker for m in self.members if m.process < processes}
@@ -145,11 +144,9 @@ class Group:
         return self.send(method, {worker: (*first, of_ranks) for worker, of_ranks in own})
 
     def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
-        """Calls a step on all processes, and counts the call as under way.
+        """Calls a step on all processes, with the `StepCall` of each, and counts it as under way.
 
-        Args:
-            calls: the `Call` of each process.
-            inputs: the arguments, those that go with the call as `Given`.
+        `inputs` are the arguments, those that go with the call as `Given`.
         """
         self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
 

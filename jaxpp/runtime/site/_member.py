@@ -45,12 +45,6 @@ class Hello:
         kind = device.platform, device.device_kind
         return Hello(versions(), host, address, pid, node, *kind, output, addresses)
 
-    @property
-    def other_versions(self) -> str:
-        """The versions in which it differs from this process; empty where it does not."""
-        own, theirs = versions(), self.versions
-        return ", ".join(f"{n} {theirs[n]} (here {v})" for n, v in own.items() if theirs[n] != v)
-
 
 def versions() -> dict[str, str]:
     """Returns the versions that all processes must agree on."""
@@ -64,7 +58,8 @@ class Member:
     """The record of a process of one rank or more.
 
     `worker` is its number among all processes of the mesh, `ranks` are its ranks, and `process` is
-    its number among the `processes` of its rank. `hello` is its description of itself. `steps` are
+    its number among the `processes` of its rank. `hello` is its description of itself, a
+    `Hello`, once it has started. `steps` are
     those that have been loaded there. A `dead` process cannot be used again.
     """
 
@@ -72,7 +67,7 @@ class Member:
     ranks: tuple[int, ...]
     process: int = 0
     processes: int = 1
-    hello: Hello | None = None
+    hello: Any = None
     steps: set[int] = dataclasses.field(default_factory=set)
     dead: bool = False
 
@@ -87,6 +82,16 @@ class Member:
         if self.processes > 1:
             where = f"its process {self.process} of {self.processes}, {where}"
         return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))} ({where})"
+
+    def check_versions(self, mesh: str) -> None:
+        """Raises a `ValueError` where the process has other versions than this one."""
+        own, theirs = versions(), self.hello.versions
+        if apart := ", ".join(
+            f"{n} {theirs[n]} (here {own[n]})" for n in own if theirs[n] != own[n]
+        ):
+            raise ValueError(
+                f"{mesh}: {self} has {apart}; install the same versions on every host."
+            )
 
     @property
     def host(self) -> str:

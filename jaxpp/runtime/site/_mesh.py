@@ -15,8 +15,8 @@ from jaxpp._program import Bundle
 from jaxpp._specs import Spec
 from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import StackedStep
-from jaxpp.runtime.site._array import RemoteArray
-from jaxpp.runtime.site._arrays import Arrays
+from jaxpp.runtime.site._array import Handles, RemoteArray
+from jaxpp.runtime.site._carried import unpacked
 from jaxpp.runtime.site._feed import Feeds, describe_batch
 from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import keep_interrupts, uninterrupted
@@ -24,15 +24,11 @@ from jaxpp.runtime.site._process import Process
 from jaxpp.runtime.site._step import RemoteStep
 
 
+@dataclasses.dataclass(frozen=True)
 class Applied:
-    """A function that runs on ranks.
+    """A function that runs on ranks: the call of their processes."""
 
-    Args:
-        pending: the call of the processes.
-    """
-
-    def __init__(self, pending: Any):
-        self._pending = pending
+    pending: Any
 
     def results(self) -> dict[int, list[Any]]:
         """Waits for all; returns by rank what each of its processes gave.
@@ -42,9 +38,9 @@ class Applied:
             RankError: a rank has failed.
         """
         found: dict[int, list[Any]] = {}
-        for own in self._pending.values().values():
+        for own in self.pending.values().values():
             for rank, carried in own.items():
-                found.setdefault(rank, []).append(carried.get())
+                found.setdefault(rank, []).append(unpacked(carried))
         return found
 
 
@@ -66,8 +62,8 @@ class SiteMesh:
     def _begin(self, group: Group) -> None:
         """Begins to call the processes of a group."""
         keep_interrupts()
-        self._feeds = Feeds(self._types_of, group.put, group.carrier.of)
-        self._arrays = Arrays(self, group)
+        self._feeds = Feeds(self._types_of, group)
+        self._arrays = Handles(self, group)
         self._owner = os.getpid()
         atexit.register(self._at_exit)
 
@@ -176,7 +172,7 @@ class SiteMesh:
             return RemoteArray(self._arrays, self._arrays.new_ids(1), aval, ranks, spec)
 
     def check_array(self, array: RemoteArray) -> None:
-        """Checks that an array exists, and that no rank has failed; see `Arrays.check`."""
+        """Checks that an array exists, and that no rank has failed; see `Handles.check`."""
         self._arrays.check(array)
 
     def flush(self) -> None:
@@ -189,11 +185,9 @@ class SiteMesh:
     # ---- what one process does for all ----------------------------------------------------------
 
     def lead(self, what: str, function: Callable[[], Any]) -> Any:
-        """Runs a function in one process, which reaches all ranks; all get what it returns.
+        """Runs a function, which does `what`, in one process that reaches all ranks.
 
-        Args:
-            what: what it does, in words.
-            function: the function.
+        All processes get what it returns.
         """
         return self._group.lead(what, function, self._arrays)
 
@@ -235,7 +229,7 @@ class SiteMesh:
         self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
     ) -> Applied:
         """Starts a function in the first processes of some ranks."""
-        packed = {rank: self._group.carrier.of((function, *own)) for rank, own in args.items()}
+        packed = {rank: self._group.pack((function, *own)) for rank, own in args.items()}
         with self._group.order:
             self._group.check()
             self.flush()

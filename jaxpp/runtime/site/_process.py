@@ -18,13 +18,12 @@ from jaxpp import _compat
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
 from jaxpp.runtime.executor import Dispatcher
-from jaxpp.runtime.site._call import Call
-from jaxpp.runtime.site._carried import Carried
+from jaxpp.runtime.site._call import StepCall
+from jaxpp.runtime.site._carried import Packed, WithSettings, unpacked
 from jaxpp.runtime.site._failure import Failed, Failure, Lost
 from jaxpp.runtime.site._feed import Batch
 from jaxpp.runtime.site._programs import Loading
 from jaxpp.runtime.site._rank import Rank
-from jaxpp.runtime.site._traced import WithSettings
 from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
     Aborted,
@@ -60,11 +59,10 @@ def in_order(method: Method) -> Method:
 
     def checked(self: "Process", turn: int, *args: Any) -> Any:
         if turn != self.turn:
-            error = RuntimeError(
-                f"call {turn} of the driver, of {method.__name__}, came when call {self.turn} was "
-                f"due: one was lost, or the order of two was changed"
+            told = (
+                f"call {turn} of the driver, of {method.__name__}, came when call {self.turn} was"
             )
-            self.fail(error)
+            self.fail(RuntimeError(f"{told} due: one was lost, or the order of two was changed"))
         self.turn = turn + 1
         return method(self, *args)
 
@@ -84,7 +82,6 @@ class Process:
 
     def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
         self.ranks: dict[int, Rank] = {}
-        #: The numbers of its ranks, and its own among the processes of its rank.
         self.numbers, self.process = tuple(ranks), process
         #: The way of the ranks to others, and what gives the value of a reference.
         self.transport: Any = None
@@ -120,7 +117,7 @@ class Process:
     def have(self, transport: Any, get: Callable[[Any], Any]) -> None:
         """Makes the ranks that have a way to others; `get` gives the value of a reference."""
         self.transport, transport.on_failure = transport, self._transport_failed
-        self.get = get
+        self.get = lambda reference: unpacked(get(reference))
         self.ranks = {rank: Rank(self, rank, home) for rank, home in transport.homes.items()}
 
     @lane("control")
@@ -131,8 +128,8 @@ class Process:
     # ---- in one order ---------------------------------------------------------------------------
 
     @in_order
-    def run(self, call: Call) -> None:
-        """Dispatches a step; `live` tells of a failure."""
+    def run(self, call: StepCall) -> None:
+        """Dispatches a step; `end` tells of a failure."""
         if self.failure is not None:
             return
         dispatcher = self._steps[call.step]
@@ -146,20 +143,15 @@ class Process:
             with contextlib.ExitStack() as settings:
                 for name in call.checks:
                     settings.enter_context(getattr(jax, name)(True))
-                self._dispatch(dispatcher, call)
+                if (recorder := self.transport.recorder) is None:
+                    dispatcher.run()
+                else:
+                    recorder.run(dispatcher, call.number, call.step)
             for rank in call.parts:
                 self.ranks[rank].take_results(call.step, call.results)
             self._running = None
         except BaseException as error:  # noqa: B036  the driver has to know of every exception
             self.fail(error)
-
-    def _dispatch(self, dispatcher: Dispatcher, call: Call) -> None:
-        """Dispatches what the ranks run in a step; records it where the process is traced."""
-        recorder = self.transport.recorder
-        if recorder is None:
-            dispatcher.run()
-        else:
-            recorder.run(dispatcher, call.number, call.step)
 
     @in_order
     def load(self, loadings: Mapping[int, Loading]) -> None:
@@ -186,7 +178,7 @@ class Process:
             self.ranks[rank].drop(own)
 
     @in_order
-    def apply_in_order(self, functions: Mapping[int, Carried]) -> dict[int, Carried]:
+    def apply_in_order(self, functions: Mapping[int, Any]) -> dict[int, Any]:
         """Runs a function for each rank, as `apply` does."""
         return self.apply(functions)
 
@@ -232,8 +224,8 @@ class Process:
 
         Ray wants one value where there is but one. Each is None where the process has failed.
         """
-        own = self.ranks[rank]
-        found = self._noting(rank, lambda: own.fetch(numbers)) or [None] * len(numbers)
+        fetch = self.ranks[rank].fetch
+        found = self._noting(rank, lambda: fetch(numbers)) or [None] * len(numbers)
         return found if len(numbers) > 1 else found[0]
 
     @lane("fetches")
@@ -244,17 +236,16 @@ class Process:
         return None if found is None else True
 
     @lane("aside")
-    def apply(self, functions: Mapping[int, Carried]) -> dict[int, Carried]:
+    def apply(self, functions: Mapping[int, Any]) -> dict[int, Any]:
         """Runs `function(rank, *args)` for each rank, of what is packed; returns the results."""
 
-        def run(own: Rank, packed: Carried) -> Carried:
-            function, *args = packed.get()
-            return packed.of(function(own, *args))
+        def run(own: Rank, packed: Any) -> Any:
+            function, *args = unpacked(packed)
+            result = function(own, *args)
+            return Packed.of(result) if isinstance(packed, Packed) else result
 
-        return {
-            rank: self._told(rank, run, self.ranks[rank], packed)
-            for rank, packed in functions.items()
-        }
+        each = functions.items()
+        return {rank: self._told(rank, run, self.ranks[rank], packed) for rank, packed in each}
 
     def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the user's; raises `Failed` for whatever it raises."""
@@ -323,8 +314,8 @@ class Process:
         return failure
 
     def _transport_failed(self, error: BaseException) -> None:
-        # The loss of a rank is an error only for threads that wait for it. All other errors come
-        # from a thread of the transport: an array that was to be sent could not be computed.
+        # The loss of a rank is an error only for threads that wait for it. Others come from a
+        # thread of the transport: an array that was to be sent could not be computed.
         if isinstance(error, NotComputed):
             self.fail(error.__cause__ or error, task=error.task)
         elif not isinstance(error, PeerLost) and self.failure is None:
@@ -350,8 +341,7 @@ class Process:
         """Finds the rank that runs a task, which may be of an earlier step."""
         for dispatcher in self._steps.values():
             for rank, executor in dispatcher.executors.items():
-                runs = executor.program.instructions
-                if any(isinstance(run, Run) and run.label == task for run in runs):
+                if task in (getattr(i, "label", "") for i in executor.program.instructions):
                     return rank
         return next(iter(self.ranks))
 

@@ -10,8 +10,7 @@ from jaxpp._program import Bundle, Message, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of, turns_of
-from jaxpp.runtime.site._carried import Carried
-from jaxpp.runtime.site._traced import carry
+from jaxpp.runtime.site._carried import carry
 
 #: The number of calls whose steps are remembered: of more than a worker may have under way.
 REMEMBERED = 1000
@@ -48,35 +47,21 @@ class Loading:
         return {n for n in self.computations if n is not None}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A step: its loading for each rank, without the references to computations.
-
-    `lines` has by the label of a run its stage, and the user's line that it begins with.
-    """
-
-    loadings: tuple[Loading, ...]
-    lines: Mapping[str, str]
-
-    @property
-    def numbers(self) -> set[int]:
-        """The numbers of the step's computations."""
-        return set().union(*(own.numbers for own in self.loadings))
-
-
 class Library:
     """The program library: all steps of a mesh, and their computations, each kept once.
 
     Args:
         put: puts a value where all sites find it, once, and returns the reference.
-        of: makes a carried value of a value: `Packed.of` or `Plain.of`.
+        pack: makes a value ready to go to the sites: `Packed.of`, or the value as it is.
     """
 
-    def __init__(self, put: Callable[[Any], Any], of: Callable[[Any], Carried]):
-        self._put, self._of = put, of
+    def __init__(self, put: Callable[[Any], Any], pack: Callable[[Any], Any]):
+        self._put, self._pack = put, pack
         self._numbers = itertools.count()
-        self._steps: dict[int, _Step] = {}
-        self._carried: dict[int, Carried] = {}
+        #: Of each step its loading for each rank, without references, and by the label of a run its
+        #: stage, and the user's line that it begins with.
+        self._steps: dict[int, tuple[tuple[Loading, ...], Mapping[str, str]]] = {}
+        self._carried: dict[int, Any] = {}
         #: Whether a computation has had effects, such as a print.
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
@@ -104,7 +89,7 @@ class Library:
             )
             for own, numbers in zip(bundle.programs, computations, strict=True)
         )
-        self._steps[step] = _Step(loadings, _lines_of(bundle))
+        self._steps[step] = loadings, _lines_of(bundle)
         return step
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
@@ -116,7 +101,7 @@ class Library:
             key = key_of(computation, settings)
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
-                self._carried[number] = carry(computation, self._of)
+                self._carried[number] = carry(computation, self._pack)
                 self.has_effects |= bool(computation.jaxpr.effects)
             numbers[n] = self._known[key][0]
         return tuple(numbers)
@@ -125,7 +110,7 @@ class Library:
 
     def loading(self, step: int, rank: int) -> Loading:
         """Returns the loading of a step for a rank."""
-        found = self._steps[step].loadings[rank]
+        found = self._steps[step][0][rank]
         references = {n: self._put(self._carried[n]) for n in found.numbers}
         return dataclasses.replace(found, references=references)
 
@@ -138,9 +123,9 @@ class Library:
         gone = {}
         while self._removed:
             number = self._removed.pop()
-            step = self._steps.pop(number)
-            used = {n for other in self._steps.values() for n in other.numbers}
-            gone[number] = unused = step.numbers - used
+            loadings, _ = self._steps.pop(number)
+            used = {n for other, _ in self._steps.values() for own in other for n in own.numbers}
+            gone[number] = unused = {n for own in loadings for n in own.numbers} - used
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
             for n in unused:
                 del self._carried[n]
@@ -150,7 +135,7 @@ class Library:
 
     def called(self, call: int, step: int) -> None:
         """Notes the step of a call, which may be removed before the call ends."""
-        self._lines[call] = self._steps[step].lines
+        self._lines[call] = self._steps[step][1]
         self._lines.pop(call - REMEMBERED, None)
 
     def describe(self, call: int, label: str) -> str:

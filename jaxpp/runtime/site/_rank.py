@@ -8,19 +8,15 @@ import jax
 
 from jaxpp.runtime.arrays import Home, from_host, own_share, resplit, spans, to_host
 from jaxpp.runtime.executor import Executor, find_invalid
-from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, Part, Source
-from jaxpp.runtime.site._failure import Failure, Lost
+from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, RankCall, Source
+from jaxpp.runtime.site._carried import WithSettings
+from jaxpp.runtime.site._failure import Lost
 from jaxpp.runtime.site._feed import Loader
 from jaxpp.runtime.site._programs import Loading
-from jaxpp.runtime.site._traced import WithSettings
 
 
 class RankArrays(dict[int, Any]):
-    """The arrays of a rank by number; who waits for one is woken when it comes.
-
-    Args:
-        changed: what they wait at.
-    """
+    """The arrays of a rank by number; who waits at `changed` for one is woken when it comes."""
 
     def __init__(self, changed: threading.Condition):
         super().__init__()
@@ -37,11 +33,6 @@ class Rank:
     """A rank of a site. Functions that `mesh.apply` runs get it as their first argument.
 
     Where a rank has several processes, each has a `Rank`, and all run the same program.
-
-    Args:
-        site: its `Process`.
-        rank: its number.
-        home: where its arrays are.
     """
 
     def __init__(self, site: Any, rank: int, home: Home):
@@ -63,25 +54,19 @@ class Rank:
         """Makes the executor of a step, and keeps it."""
         for number, reference in loading.references.items():
             if number not in self.computations:
-                self.computations[number] = self._site.get(reference).get()
-        known = {
-            n: self.computations[number]
-            for n, number in enumerate(loading.computations)
-            if number is not None
-        }
+                self.computations[number] = self._site.get(reference)
+        known = [None if n is None else self.computations[n] for n in loading.computations]
 
         def find(computation: int, args: Sequence[Any]) -> str | None:
-            return find_invalid(known[computation].computation, self.home, args)
+            assert (own := known[computation]) is not None
+            return find_invalid(own.computation, self.home, args)
 
         executor = Executor(
             loading.program,
-            [
-                known[n].executables.on(self.home) if n in known else None
-                for n in range(len(loading.computations))
-            ],
+            [own and own.executables.on(self.home) for own in known],
             self.transport,
             [(n, from_host(v.copy(), type_, self.home)) for n, type_, v in loading.constants],
-            {n: own.computation.donated for n, own in known.items()},
+            {n: own.computation.donated for n, own in enumerate(known) if own is not None},
             find,
         )
         made = tuple(Input(type_, self.home, spec) for type_, spec in loading.inputs)
@@ -96,12 +81,12 @@ class Rank:
         """Forgets a step."""
         self._steps.pop(step, None)
 
-    def send(self, part: Part) -> None:
+    def send(self, part: RankCall) -> None:
         """Sends what other ranks read before a step."""
         for move in part.sends:
             self.transport.send([self.arrays[move.array]], move.message)
 
-    def feed(self, step: int, part: Part) -> None:
+    def feed(self, step: int, part: RankCall) -> None:
         """Puts the inputs of a step into their slots."""
         executor, makes = self._steps[step]
         slots = [slot for _, slot in executor.program.inputs]
@@ -151,10 +136,7 @@ class Rank:
             return [self.arrays[n] for n in numbers]
 
     def fetch(self, numbers: Sequence[int]) -> list[Any]:
-        """Waits until arrays have been computed; returns their bytes.
-
-        Where the rank has several processes, these are the process's shares.
-        """
+        """Returns the bytes of arrays; of several processes of the rank, each has its shares."""
         to_bytes = own_share if spans(self.home) else to_host
         return list(map(to_bytes, jax.block_until_ready(self.wait_for(numbers))))
 
@@ -162,12 +144,6 @@ class Rank:
         """Forgets arrays."""
         for number in numbers:
             self.arrays.pop(number, None)
-
-    # ---- its end --------------------------------------------------------------------------------
-
-    def fail(self, error: BaseException) -> Failure:
-        """Fails the process with an error of this rank; its first error counts, and is returned."""
-        return self._site.fail(error, self.rank)
 
     def reset(self) -> None:
         """Drops the arrays of the rank, which must be idle, and makes it fit for work again."""

@@ -10,18 +10,8 @@ from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec, type_of
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of
 from jaxpp.runtime.executor import Description, Inspected, describe
-from jaxpp.runtime.site._array import RemoteArray, RemoteSharding
-from jaxpp.runtime.site._arrays import Arrays
-from jaxpp.runtime.site._call import (
-    CHECKS,
-    Call,
-    Given,
-    Kept,
-    Loaded,
-    Moved,
-    Part,
-    Source,
-)
+from jaxpp.runtime.site._array import Handles, RemoteArray, RemoteSharding
+from jaxpp.runtime.site._call import CHECKS, Given, Kept, Loaded, Moved, RankCall, Source, StepCall
 from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._process import Process
@@ -30,14 +20,10 @@ from jaxpp.runtime.site._process import Process
 class RemoteStep:
     """A step's programs, loaded on the workers of a mesh; called with its flat arguments.
 
-    Args:
-        bundle: what it runs.
-        number: the number by which the workers know it.
-        arrays: the records of the mesh's arrays.
-        group: the workers.
+    The workers know it by its `number`.
     """
 
-    def __init__(self, bundle: Bundle, number: int, arrays: Arrays, group: Group):
+    def __init__(self, bundle: Bundle, number: int, arrays: Handles, group: Group):
         self.bundle, self.number = bundle, number
         self._arrays, self._group, self._mesh = arrays, group, arrays.mesh
         self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.arguments))
@@ -89,12 +75,13 @@ class RemoteStep:
 
     def _check(self, args: Sequence[Any]) -> None:
         self._group.check()
-        for arg in args:
+        for own, arg in zip(self.bundle.arguments, args, strict=True):
             if isinstance(arg, RemoteArray):
                 if arg.mesh is not self._mesh:
                     raise ValueError(
-                        f"{arg!r} is on another mesh than the step; fetch it with jax.device_get "
-                        f"first."
+                        f"args{own.name} is {arg!r}, on another mesh, {arg.mesh!r}: a call takes "
+                        f"arrays of its own mesh, {self._mesh!r}, and of this process. To bring it "
+                        f"here, pass jaxpp.gather(x), which fetches it while its mesh runs."
                     )
                 self._arrays.check_exists(arg)
 
@@ -105,7 +92,7 @@ class RemoteStep:
         results = arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
         calls = {
-            worker: Call(number, self.number, results, checks, own)
+            worker: StepCall(number, self.number, results, checks, own)
             for worker, own in self._group.by_worker(parts).items()
         }
         self._group.library.called(number, self.number)
@@ -131,13 +118,8 @@ class RemoteStep:
         for batch, ranks in readers.values():
             self._group.send_by_rank(Process.load_batch, dict.fromkeys(ranks), batch)
 
-    def _parts(self, args: Sequence[Any], values: Mapping[int, Any]) -> dict[int, Part]:
-        """Says where each rank finds its inputs, what it sends before the step, and what it drops.
-
-        Args:
-            args: the arguments.
-            values: those that go with the call, by their numbers.
-        """
+    def _parts(self, args: Sequence[Any], values: Mapping[int, Any]) -> dict[int, RankCall]:
+        """Says where each rank finds its inputs, what it sends before, and what it drops."""
         inputs: dict[tuple[int, int], Source] = {}
         sends: dict[int, list[Moved]] = {p.rank: [] for p in self.bundle.programs}
         dropped = list(map(list, self._arrays.releases()))
@@ -162,7 +144,7 @@ class RemoteStep:
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
         return {
-            p.rank: Part(
+            p.rank: RankCall(
                 tuple(inputs[n, p.rank] for n, _ in p.inputs),
                 tuple(sends[p.rank]),
                 tuple(dropped[p.rank]),
@@ -172,13 +154,7 @@ class RemoteStep:
 
 
 def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
-    """Inspects a rank in its process.
-
-    Args:
-        process: the rank's.
-        step: the number of the step.
-        axes: the axes inside the rank, and their sizes.
-    """
+    """Inspects a rank of some axes in its process."""
     return Inspected.of(devices_of(process.home), axes, process.executables(step))
 
 

@@ -17,7 +17,7 @@ from jaxpp.runtime.launched._course import At, Course, Loaded
 from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import LaunchedWatch
-from jaxpp.runtime.site import Failure, Given, Member, Plain
+from jaxpp.runtime.site import Failure, Given, Member
 from jaxpp.runtime.site._feed import Batch
 from tests.runtime.launched import jobs
 
@@ -159,7 +159,7 @@ def test_a_call_is_marked_by_its_step_and_its_arguments():
     large, other = np.zeros(10**6, np.float32), np.ones(10**6, np.float32)
 
     def marks(step, *arguments, value=0):
-        fed = Fed(Batch(0, None, Plain(value)), 0, None)
+        fed = Fed(Batch(0, 0, None, value), 0, None)
         types = [ArrayType.of(jnp.asarray(x)) for x in arguments]
         return _agreement.with_call(0, step, [*map(Given.of, arguments, types), fed])
 

@@ -5,6 +5,8 @@ import contextlib
 import gc
 import io
 import re
+import sys
+import time
 
 import equinox as eqx
 import jax
@@ -163,6 +165,19 @@ def test_a_worker_calls_back_as_this_process_does(mesh, ranks, fun):
         with printed() as plain:
             jax.block_until_ready([jax.jit(fun)(jnp.float32(x)) for x in (1.5, 2.5)])
         assert sorted(plain) == sorted(expected)
+
+
+def write_in_pieces(rank):
+    for piece in ("a line", " in", " pieces"):
+        sys.stdout.write(piece)
+        time.sleep(0.3)  # Ray looks for lines in between
+    print()
+
+
+def test_a_line_that_is_written_in_pieces_comes_as_one(ranks):
+    with printed(ranks) as found:
+        ranks.apply(write_in_pieces, {1: ()})
+    assert found == ["rank 1: a line in pieces"]
 
 
 # ---- in a train step ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import jaxpp
 from jaxpp.runtime import launched, remote, site
 from jaxpp.runtime.remote._worker import LANES, Worker
-from jaxpp.runtime.site._call import Call
+from jaxpp.runtime.site._call import StepCall
 from jaxpp.runtime.site._carried import Packed
 from jaxpp.runtime.site._failure import Failed
 from jaxpp.runtime.site._interrupts import uninterrupted
@@ -73,7 +73,7 @@ def process() -> Any:
 
 def call(number):
     part: Any = f"part of call {number}"
-    return Call(number, 0, number, (), {3: part})
+    return StepCall(number, 0, number, (), {3: part})
 
 
 def ran(process):

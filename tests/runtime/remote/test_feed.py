@@ -7,14 +7,14 @@ import pytest
 
 from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.site._call import Input
-from jaxpp.runtime.site._carried import Packed
+from jaxpp.runtime.site._carried import Packed, unpacked
 from jaxpp.runtime.site._feed import Batch, Loader
 
 
 def taken(load, expected, leaf=0):
     """An array that `load(7)` gives, as a rank takes it for a step."""
-    loader = Loader(lambda reference: reference)
-    loader.load(Batch(0, Packed.of(load), Packed.of(7)))
+    loader = Loader(unpacked)
+    loader.load(Batch(0, 0, Packed.of(load), Packed.of(7)))
     return Input(expected, jax.devices()[0], ()).of_loaded(loader.take(0, leaf, expected))
 
 

@@ -10,15 +10,16 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from jaxpp.runtime.remote import _group  # noqa: E402
-from jaxpp.runtime.remote._member import WorkerMember  # noqa: E402
+from jaxpp.runtime.remote._group import WorkerMember  # noqa: E402
 from jaxpp.runtime.remote.cluster import _environment  # noqa: E402
+from jaxpp.runtime.site._member import versions  # noqa: E402
 
 
 def test_a_driver_on_another_platform_is_warned_once(recwarn):
     group: Any = object.__new__(_group.WorkerGroup)
     group._warned, group.members = False, [SimpleNamespace(hello=SimpleNamespace(platform="gpu"))]
     for _ in range(2):
-        group.warn_of_platform()
+        group.agree(0, None)
     (warning,) = recwarn
     for part in ("on cpu in this process", "on gpu in the workers", "cudnn", "PREALLOCATE=false"):
         assert part in str(warning.message)
@@ -27,13 +28,15 @@ def test_a_driver_on_another_platform_is_warned_once(recwarn):
 
 
 def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
-    group, member = object.__new__(_group.WorkerGroup), unittest.mock.Mock(ranks=(3,))
+    group, member = object.__new__(_group.WorkerGroup), WorkerMember(0, (3,))
     group._settings = unittest.mock.Mock(gpus_per_rank=1.0, environment={"JAX_PLATFORMS": "cpu"})
-    told = r"rank 3 on b has a GPU, for gpus_per_rank=1, but .* CPU there, with JAX_PLATFORMS='cpu'"
+    told = r"rank 3 \(process 7 on b .* has a GPU, for gpus_per_rank=1, but .* CPU there, with "
+    told += "JAX_PLATFORMS='cpu'"
     with pytest.raises(RuntimeError, match=told):
-        group._check(member, unittest.mock.Mock(platform="cpu", host="b"))
-    hello = unittest.mock.Mock(platform="cuda", other_versions="")
-    group._check(member, hello)
+        member.hello = unittest.mock.Mock(platform="cpu", host="b", address="a", pid=7)
+        group._check(member)
+    member.hello = unittest.mock.Mock(platform="cuda", versions=versions())
+    group._check(member)
 
 
 def test_what_an_interrupted_restart_has_left_is_shut_down(monkeypatch):

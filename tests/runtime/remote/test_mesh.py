@@ -387,8 +387,45 @@ def test_a_mesh_of_another_size_is_refused(mesh):
 
 def test_an_array_of_another_mesh_is_refused(mesh, mesh_of_four):
     params, momentum, rate, _ = jaxpp.place(step_of(tied_loss), mesh_of_four)(*start(), batch())
-    with pytest.raises(ValueError, match="on another mesh"):
-        jaxpp.place(step_of(), mesh)(params, momentum, rate, batch())
+    step = jaxpp.place(step_of(), mesh)
+    told = r"args\[0\]\[0\] is RemoteArray\(.* on another mesh, RemoteMpmdMesh\(\(4,\), .* "
+    told += r"a call takes .* of its own mesh, .*\(\(3, 1\), .*pass jaxpp\.gather\(x\)"
+    with pytest.raises(ValueError, match=told):
+        step(params, momentum, rate, batch())
+    own, *_ = step(*start(), batch())  # and where arrays of two meshes are mixed
+    with pytest.raises(ValueError, match=r"args\[0\]\[1\] is .* on another mesh"):
+        step([own[0], params[1], *own[2:]], *start()[1:], batch())
+    gathered = step(jaxpp.gather(params), *jaxpp.gather((momentum, rate)), batch())
+    assert np.isfinite(float(gathered[-1]))
+
+
+def test_a_deleted_array_says_so_and_the_way_out(ray_session):
+    with jaxpp.RemoteMpmdMesh((1,)) as mesh:
+        step = jaxpp.place(lambda x: x + 1, mesh)
+        gone, kept = step(jnp.ones(2)), step(jnp.ones(2))
+        gone.delete()
+        with pytest.raises(ValueError, match=r"args\[0\] was dropped by delete\(\)") as caught:
+            step(gone)
+        others = (np.asarray, jaxpp.gather, lambda x: x.block_until_ready())
+        told = [str(caught.value)]
+        for use in others:
+            with pytest.raises(ValueError, match=r"float32\[2\] was dropped by delete") as caught:
+                use(gone)
+            told.append(str(caught.value))
+        assert all("call delete() after its last use" in text for text in told), told
+        assert not any("that call returned" in text or "donate" in text for text in told)
+        stacked = jaxpp.StackedArray([kept, gone])
+        with pytest.raises(ValueError, match="call delete.. after its last use"):
+            step(stacked)
+
+
+def test_keys_are_gathered_and_device_get_says_so(ray_session):
+    with jaxpp.RemoteMpmdMesh((1,)) as mesh:
+        keys, x = jaxpp.place(lambda x: (jax.random.split(jax.random.key(3)), x + 1), mesh)(1.0)
+        for tree in (keys, [x, keys], jaxpp.StackedArray([keys, keys])):
+            with pytest.raises(TypeError, match=r"key<fry>\[2\].* random keys, .*jaxpp\.gather"):
+                jax.device_get(tree)
+        assert (jaxpp.gather([x, keys])[1] == jax.random.split(jax.random.key(3))).all()
 
 
 def test_a_mesh_that_was_shut_down_says_so(ray_session):
@@ -436,7 +473,7 @@ def test_other_versions_are_refused(ray_session, monkeypatch):
     from jaxpp.runtime.site import _member
 
     monkeypatch.setattr(_member, "versions", lambda: {"jax": "0.9.0"})
-    with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):
+    with pytest.raises(ValueError, match=r"rank 0 \(process .* has jax .* \(here 0.9.0\)"):
         jaxpp.RemoteMpmdMesh((1,))
 
 

@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
-from jaxpp.runtime.site._carried import Packed
-from jaxpp.runtime.site._traced import carry
+from jaxpp.runtime.site._carried import Packed, carry
 
 S = jax.ShapeDtypeStruct
 X = S((128,), jnp.float32)

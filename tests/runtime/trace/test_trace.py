@@ -193,7 +193,7 @@ def test_a_run_is_what_its_device_did_then(tmp_path):
         jax.block_until_ready(params)
         seen.clear()
         mesh.start_trace(tmp_path / str(shared))
-        zero: Any = mesh._tracing._tracing
+        zero: Any = mesh._tracing
         for _ in range(3):
             params, _ = step(params, x)
         trace = mesh.stop_trace()
@@ -242,7 +242,7 @@ def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
     second = mesh.stop_trace()
     assert (first.calls, second.calls) == ((0,), (1, 2))
     assert not first.errors and not second.errors
-    assert mesh._tracing.recorder is None
+    assert mesh._process.recorder is None
 
 
 @pytest.mark.parametrize("times", ["profile", "waits"])
@@ -349,7 +349,7 @@ def test_nothing_starts_where_nothing_can_be_written(tmp_path, taken):
     mesh = mesh_of(1)
     with pytest.raises(OSError, match=f"cannot write to '.*{taken}': .* Give a folder"):
         mesh.start_trace(tmp_path / "run")
-    assert mesh._tracing.recorder is None
+    assert mesh._process.recorder is None
     with pytest.raises(RuntimeError, match="not traced"):
         mesh.stop_trace()
 
@@ -360,6 +360,6 @@ def test_where_the_profiler_runs_already_nothing_starts(tmp_path):
     try:
         with pytest.raises(RuntimeError, match="[Pp]rofile"):
             mesh.start_trace(tmp_path / "run")
-        assert mesh._tracing.recorder is None
+        assert mesh._process.recorder is None
     finally:
         jax.profiler.stop_trace()

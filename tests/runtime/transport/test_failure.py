@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import multiprocessing.connection
 import os
+import resource
 import signal
 import socket
 import struct
@@ -22,6 +23,7 @@ from jaxpp.runtime.transport import (
     PeerLost,
     SocketTransport,
     TransportError,
+    _connections,
     _handshake,
 )
 from jaxpp.runtime.transport._frames import Header
@@ -460,6 +462,52 @@ def test_ports_for_other_hosts_are_told_and_those_of_this_host_are_not(caplog):
 
 
 # ---- the end ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_who_was_out_of_descriptors_lets_others_in_later(kind):
+    came = []
+    door = _handshake.Door("test", SECRET, None, lambda *who: bool(came.append(who[:2])) or True)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
+    with socket.socket(family) as client, socket.socket(family) as probe:
+        lowest = probe.fileno() + 1
+        with contextlib.ExitStack() as taken:
+            taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            for _ in range(lowest - len(os.listdir("/proc/self/fd")) + 1):
+                taken.enter_context(open(os.devnull))  # all below the new limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(0)
+            client.connect(getattr(door.addresses, kind))
+            time.sleep(0.2)  # the door tries, and fails, meanwhile
+        words = multiprocessing.connection.Connection(os.dup(client.fileno()))
+        with words:
+            assert words.poll(5), "nobody lets others in any more"
+            multiprocessing.connection.answer_challenge(words, SECRET)
+            multiprocessing.connection.deliver_challenge(words, SECRET)
+            words.send_bytes(struct.pack("<qq", 5, 3))
+            assert words.recv_bytes(1) == b"+" and came == [(5, 3)]
+    door.close()
+
+
+def test_a_rank_that_gets_no_thread_says_so_and_the_others_hear_of_it(pair, monkeypatch):
+    """What cannot be written at once needs a thread."""
+
+    def start(*_):
+        raise RuntimeError("can't start new thread")
+
+    waiting = blocked(pair[1].receive, message([BIG]))
+    monkeypatch.setattr(_connections, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+        pair[0].send([BIG], message([BIG]))
+    pair[0].abort(caught.value)  # as its process does with every error of a step
+    with pytest.raises(Aborted, match="can't start new thread"):
+        pair[0].send([X], message([X]))
+    pair[0].settle([BIG])  # and nothing waits for what cannot leave
+    pair[0].close()
+    error, _ = timed(waiting)
+    assert isinstance(error, PeerLost) and error.rank == 0
 
 
 def test_close_ends_what_waits(pair):

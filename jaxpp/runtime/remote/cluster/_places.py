@@ -24,8 +24,7 @@ class Place:
 
     Args:
         bundle: the number of its bundle in the placement group.
-        node_id: Ray's id of the node. Nodes of one machine, in containers or network namespaces of
-            their own, have the same host name and differ in this.
+        node_id: Ray's id of the node, which differs where nodes share a machine and its name.
         address: the node's IP address.
         host: the node's host name.
         number: the worker's number among those of the mesh on this node.
@@ -74,13 +73,12 @@ def reserve_places(
 
     Args:
         session: the session, from `join_session`.
-        num_ranks: as for `RemoteMpmdMesh`, as the next three are.
+        num_ranks: as for `RemoteMpmdMesh`, as the next four are.
         gpus_per_rank: of a whole rank.
         cpus_per_rank: next to nothing by default in a session of our own, so that ranks may be more
             than a laptop's cores.
-        processes_per_rank: workers of a rank, which share its CPUs and GPUs evenly.
-        ranks_per_process: ranks of a worker, a divisor of `num_ranks`; 1 where a rank has several
-            workers.
+        processes_per_rank: they share the rank's CPUs and GPUs evenly.
+        ranks_per_process: 1 where a rank has several workers.
         timeout: seconds to wait for what others hold.
         lost: descriptions of nodes that the ranks were on before, for errors.
 
