@@ -10,7 +10,7 @@ from typing import Any
 from jaxpp._program import Bundle, Message
 from jaxpp.runtime.executor import check_transfers, transfers_of
 from jaxpp.runtime.launched import _agreement
-from jaxpp.runtime.launched._calls import Lanes, Outcome
+from jaxpp.runtime.launched._calls import FAILED, Lanes, Outcome
 from jaxpp.runtime.launched._course import At, Course, Loaded
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
@@ -355,6 +355,7 @@ class LaunchedGroup(Group):
 
     def end_work(self, reason: str) -> None:
         """Ends the work of this process's ranks."""
+        FAILED.set()
         if self._process.transport is not None:  # it has begun
             self._process.abort(reason)
 

@@ -199,6 +199,26 @@ def loose(folder):
             sys.exit(0)
 
 
+def napping(folder):
+    """A callback of rank 1 takes longer than the end of a mesh waits; it is in Python at times."""
+
+    def nap(x):
+        (folder / "naps").touch()
+        for _ in range(10_000):
+            time.sleep(0.002)
+        return x
+
+    def loss(w, x):
+        x = jaxpp.pipeline_enter_stage(x @ w)
+        slept = jax.pure_callback(nap, x, jax.lax.stop_gradient(x), vmap_method="sequential")
+        return jnp.mean((x - slept) ** 2)
+
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 2)
+    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+        step = jaxpp.place(jaxpp.schedule(grad, schedules.OneFOneB()), mesh)
+        print(float(step(begin(1)[0][0], batch(0))[0]))
+
+
 def faulty(folder, fault):
     """Trains for ever; process 1 has a fault at its fifth step, or is sent a signal by the test."""
 
@@ -256,7 +276,7 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, managed, twice, disordered, late, loose, faulty)
+    others = (composes, managed, twice, disordered, late, loose, napping, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder))

@@ -42,6 +42,21 @@ def test_a_signal_to_one_process_ends_the_other(tmp_path, name, victim):
     print(f"{name} of process {victim}: {took:.2f} s")
 
 
+@pytest.mark.parametrize("victims", [(1,), (0, 1), (0,)])
+def test_an_interrupt_during_a_long_callback_ends_all_without_an_abort(tmp_path, victims):
+    job = Job(2, "napping", tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "naps").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    before = time.monotonic()
+    for victim in victims:
+        os.kill(job.processes[victim].pid, signal.SIGINT)
+    found = job.wait(60)
+    assert [code for code, _ in found] == [1, 1], found  # Python's abort would be -6
+    assert time.monotonic() - before < 19  # which is before the callback ends
+    assert all("has failed in the script: KeyboardInterrupt" in output for _, output in found)
+
+
 @pytest.mark.parametrize(
     ("fault", "codes", "told"),
     [
