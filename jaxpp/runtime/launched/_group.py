@@ -96,8 +96,9 @@ class LaunchedGroup(Group):
 
     def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
         """Begins to work with the other processes."""
+        place = self.place.number
         self._process.have(transport, lambda reference: reference)
-        self._process.end.add_done_callback(lambda end: self.report(end.result()))
+        self._process.end.add_done_callback(lambda end: self.report(place, end.result()))
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
             member.hello = found[member.worker]
@@ -312,9 +313,7 @@ class LaunchedGroup(Group):
         there = self._members[number].hello
         near = there is None or there.node == host_of_processes()
         death = Death(f"its process has ended{'' if near else ', or its host is out of reach'}")
-        if self.place.number == 0:
-            self.hub.tell(("fails", number, death))
-        self._watch.report(number, death)
+        self.report(number, death)
 
     def beat(self) -> None:
         """Gives a sign of life, and says how far this process has come."""
@@ -336,22 +335,21 @@ class LaunchedGroup(Group):
 
     def _differ(self, number: int, error: RuntimeError) -> None:
         """Tells all processes that one does not make the calls of another."""
-        failure = Failure.of(error, self._members[number].ranks[0], -1, "")
-        self.hub.tell(("fails", number, failure))
-        self._watch.report(number, failure)
+        self.report(number, Failure.of(error, self._members[number].ranks[0], -1, ""))
 
-    def report(self, failure: Failure) -> None:
-        """Tells all processes of the failure of this one."""
+    def report(self, number: int, what: Failure | Death) -> None:
+        """Tells all processes of the failure of one."""
         # The others first: the watch ends the work of these ranks, which is a failure that is told.
-        self.hub.tell(("fails", self.place.number, failure))
-        self._watch.report(self.place.number, failure)
+        self.hub.tell(("fails", number, what))
+        self._watch.report(number, what)
 
     # ---- its end --------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Tells all processes that the user's script has raised an error in this one."""
         if self.is_well and not self.stopped and not isinstance(error, RankError):
-            self.report(Failure.of(error, self.members[0].ranks[0], -1, "the script"))
+            failure = Failure.of(error, self.members[0].ranks[0], -1, "the script")
+            self.report(self.place.number, failure)
 
     def end_work(self, reason: str) -> None:
         """Ends the work of this process's ranks."""

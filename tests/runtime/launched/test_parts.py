@@ -184,7 +184,7 @@ def test_the_others_hear_of_a_failure_before_the_watch_ends_the_work():
     group.hub = types.SimpleNamespace(tell=lambda news: heard.append(("others", *news)))
     group._watch = types.SimpleNamespace(report=lambda *what: heard.append(("watch", *what)))
     failure = Failure.of(ValueError("no such file"), 1, -1, "the script")
-    group.report(failure)
+    group.report(1, failure)
     assert heard == [("others", "fails", 1, failure), ("watch", 1, failure)]
 
 
