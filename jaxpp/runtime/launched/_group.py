@@ -11,12 +11,11 @@ from jaxpp._program import Bundle, Message
 from jaxpp.runtime.executor import check_transfers, transfers_of
 from jaxpp.runtime.launched import _agreement
 from jaxpp.runtime.launched._calls import FAILED, Lanes, Outcome
-from jaxpp.runtime.launched._course import At, Course, Loaded
+from jaxpp.runtime.launched._course import At, Called, Course, Loaded
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
 from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
 from jaxpp.runtime.site import (
-    IN_FLIGHT,
     POLL,
     Death,
     Failed,
@@ -66,10 +65,8 @@ class LaunchedGroup(Group):
         self._calls = 0
         #: Whether `jax.device_put` moves the messages between processes.
         self.puts = False
-        #: Hashes of all calls, after each of the last ones.
-        self._digests = collections.deque([0], maxlen=16 * IN_FLIGHT)
-        #: What the ranks here have loaded since this process said so last.
-        self._loaded: collections.deque[Loaded] = collections.deque()
+        #: What this process has called, and its ranks have loaded, since it said so last.
+        self._done: collections.deque[Called | Loaded] = collections.deque()
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.
         self._course = None if place.number else Course(place.count, self._differ)
@@ -125,10 +122,10 @@ class LaunchedGroup(Group):
     def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
         """Calls a step, counts the call, and takes note of it for the others."""
         (call,) = calls.values()
-        digest = _agreement.with_call(self._digests[-1], call.step, inputs)
+        digest = _agreement.digest_of_call(call.step, inputs)
         with self._lock:
             self._calls += 1
-            self._digests.append(digest)
+            self._done.append(Called(self.place.number, self._calls, digest))
         super().send_steps(calls, inputs)
 
     def put(self, value: Any) -> Any:
@@ -321,14 +318,14 @@ class LaunchedGroup(Group):
 
     def _took(self, rank: int, batch: int, array: int, value: Any) -> None:
         """Takes note of an array that a rank has loaded."""
-        if (values := _agreement.values_of(value)) is not None:
-            self._loaded.append(Loaded(rank, batch, array, values))
+        if (digest := _agreement.values_of(value)) is not None:
+            self._done.append(Loaded(rank, batch, array, digest))
 
     def _say(self, what: str = "") -> None:
         """Says where this process is."""
         with self._lock:
-            loaded = tuple(self._loaded.popleft() for _ in range(len(self._loaded)))
-            at = At(self._next, self._calls, what, tuple(self._digests), loaded)
+            done = tuple(self._done.popleft() for _ in range(len(self._done)))
+            at = At(self._next, self._calls, what, done)
         self.hub.tell(("at", at))
         if self._course is not None:
             self._course.hear(0, at)
