@@ -42,3 +42,14 @@ class NotComputed(TransportError):
 
     def __str__(self):
         return f"The result of {self.task}, which was to be sent, could not be computed."
+
+
+def lost_in_jax(error: BaseException) -> bool:
+    """Tells whether an error says that another process of a collective or a transfer was missing.
+
+    Example:
+        >>> lost_in_jax(RuntimeError("Gloo AllGather failed: Connection closed by peer"))
+        True
+    """
+    words = "gloo", "socketserver", "recv()", "while transferring"
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -13,7 +13,7 @@ from typing import Any
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from jaxpp._program import PIPELINE_AXIS, Computation
+from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import Spec, axes_of, spec_of
 from jaxpp.transforms._step import Step
 
@@ -212,32 +212,3 @@ def split_state(step: Step) -> Step:
         for r in step.results
     )
     return dataclasses.replace(step, arguments=tuple(arguments), results=results)
-
-
-# ---- computations -----------------------------------------------------------------------------
-
-
-def with_specs(
-    computation: Computation,
-    in_specs: tuple[Spec, ...],
-    out_specs: tuple[Spec, ...],
-) -> Computation:
-    """Adds specs to a computation; an output takes the memory of an input only if split alike."""
-    jaxpr = computation.jaxpr.jaxpr
-    vacant: dict[Any, int] = {}
-    for v, spec in zip(jaxpr.outvars, out_specs, strict=True):
-        kind = v.aval.shape, v.aval.dtype, spec
-        vacant[kind] = vacant.get(kind, 0) + 1
-    donated = []
-    for i in computation.donated:
-        aval = jaxpr.invars[i].aval
-        kind = aval.shape, aval.dtype, in_specs[i]
-        if vacant.get(kind, 0) > 0:
-            vacant[kind] -= 1
-            donated.append(i)
-    return dataclasses.replace(
-        computation,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        donated=tuple(donated),
-    )

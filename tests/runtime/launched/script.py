@@ -130,6 +130,19 @@ def composes(folder):
         print(f"loss {loss} of {mesh!r} in process {mesh.process}", flush=True)
 
 
+def delayed(folder):
+    """Delayed steps in a program each, and all in one, whose loops overlap."""
+    from tests.transforms.tasks import test_delay as case
+
+    step = jaxpp.delay(case.step_of(case.grad_fn(schedules.OneFOneB()), case.ADAMW))
+    with jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT) as mesh:
+        for name, found in (
+            ("calls", case.run(jaxpp.place(step, mesh), 1)),
+            ("program", case.run_in_one(step, mesh)),
+        ):
+            np.savez(folder / f"{name}{mesh.process}.npz", *jax.tree.leaves(found))
+
+
 def managed(folder):
     """Orbax's manager, where the script has joined the processes by `jax.distributed`."""
     import orbax.checkpoint as ocp
@@ -282,7 +295,7 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, managed, twice, disordered, late, loose, napping, faulty)
+    others = (composes, delayed, managed, twice, disordered, late, loose, napping, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder), *rest)
