@@ -359,6 +359,8 @@ _FOLDER = flags.DEFINE_string("folder", "", "The folder of that job.")
 def main(_: list[str]) -> None:
     if _JOB.value is not None:
         return train(Job.random(_JOB.value), pathlib.Path(_FOLDER.value))
+    # A shell lets what it starts behind `&` ignore the signal, and so would the jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     began, rows = time.monotonic(), []
     for number in range(_FIRST.value, _FIRST.value + _COUNT.value):
         if Job.random(number).fault.kind in _KINDS.value:

@@ -1,7 +1,11 @@
 """The calls of a launched process: of its own site, in lanes, and to meetings of all processes."""
 
+import atexit
 import concurrent.futures
+import contextlib
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +15,24 @@ from jaxpp.runtime.site import LANES, POLL, Failed, Process, Watch
 
 #: Seconds that calls have to end after the mesh has.
 CLOSING = 5.0
+#: Set once a mesh of this process has failed.
+FAILED = threading.Event()
+
+
+@atexit.register  # with the import of jaxpp: what the script registers later is called before
+def _leave() -> None:
+    """Ends a process that has failed at once where a thread is in XLA, or XLA is in a callback.
+
+    Such a thread may take longer than all others, and Python aborts where it comes back in the end.
+    """
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    lanes = {f"jaxpp-{name}" for name in LANES}
+    busy = [n for n in sys._current_frames() if n not in known or known[n] in lanes]
+    if FAILED.is_set() and busy:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
 
 
 class Lanes:
@@ -41,10 +63,7 @@ class Lanes:
         return future
 
     def close(self) -> None:
-        """Ends the threads, after the calls that have been started.
-
-        Python ends threads that are left when it ends itself; it aborts where one is within XLA.
-        """
+        """Ends the threads, after the calls that have been started, as far as there is time."""
         for name, number in LANES.items():
             for _ in range(number):
                 self._queues[name].put(None)

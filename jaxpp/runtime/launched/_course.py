@@ -4,17 +4,40 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-#: Loaded arrays whose values are known for a while, to compare them with those of others.
-KEPT = 4096
+#: Calls and loaded arrays that are known for a while, to compare them with those of others.
+KEPT = 8192
+
+
+class Called(NamedTuple):
+    """A call of a step by a process: its number, and a hash of the step and its arguments."""
+
+    process: int
+    call: int
+    digest: int
+
+    def apart(self, other: "Called") -> str:
+        """Says how it differs from the same call of another process."""
+        return (
+            f"call {self.call} of process {self.process} and of process {other.process} are not "
+            f"of the same step with the same arguments"
+        )
 
 
 class Loaded(NamedTuple):
-    """An array that a rank has loaded: which of which batch, and a hash of its values."""
+    """An array of a batch that a rank has loaded, by their numbers, and a hash of its values."""
 
     rank: int
     batch: int
     array: int
-    values: int
+    digest: int
+
+    def apart(self, other: "Loaded") -> str:
+        """Says how it differs from the same array of another rank."""
+        return (
+            f"ranks {self.rank} and {other.rank} have loaded other values of array {self.array} "
+            f"of batch {self.batch} (counted from 0); look at the seed of a shuffle, the order of "
+            f"files, and iterators that a function which feeds a step advances"
+        )
 
 
 class At(NamedTuple):
@@ -24,27 +47,13 @@ class At(NamedTuple):
         meeting: the number of the meeting that it comes to, or will come to next.
         calls: the number of its calls of steps.
         what: what it does there, in words; empty where it has not come yet.
-        digests: hashes of all calls so far, after each of the last ones: which steps it has called,
-            with which arguments.
-        loaded: what its ranks have loaded since it said so last.
+        done: what it has called, and its ranks have loaded, since it said so last.
     """
 
     meeting: int
     calls: int
     what: str = ""
-    digests: tuple[int, ...] = ()
-    loaded: tuple[Loaded, ...] = ()
-
-    def digest_after(self, calls: int) -> int | None:
-        """Returns the hash after a number of calls, if it is known."""
-        place = len(self.digests) - 1 - (self.calls - calls)
-        return self.digests[place] if 0 <= place < len(self.digests) else None
-
-    def differs(self, other: "At") -> bool:
-        """Tells whether the calls were not those of another process, as far as both have come."""
-        calls = min(self.calls, other.calls)
-        own, theirs = self.digest_after(calls), other.digest_after(calls)
-        return None not in (own, theirs) and own != theirs
+    done: tuple[Called | Loaded, ...] = ()
 
 
 class Course:
@@ -58,58 +67,40 @@ class Course:
     def __init__(self, count: int, differ: Callable[[int, RuntimeError], None]):
         self._count, self._differ = count, differ
         self._there: dict[int, dict[int, At]] = {}
-        self._last: dict[int, At] = {}
-        #: By batch and number of the array.
-        self._loaded: dict[tuple[int, int], Loaded] = {}
+        #: What has been called or loaded, as the first one says, by all but who says so.
+        self._done: dict[tuple[int, ...], tuple[int, Called | Loaded]] = {}
         self._lock = threading.Lock()
 
     def hear(self, number: int, at: At) -> None:
         """Takes where a process is: who waits elsewhere, or calls once more, does otherwise."""
         with self._lock:
-            self._last[number] = at
-            for other, theirs in self._last.items():
-                if at.differs(theirs):
-                    self._differ(number or other, _error({number: at, other: theirs}))
+            for own in at.done:  # a call has one number there, and an array two
+                first, theirs = self._done.setdefault(own[1:-1], (number, own))
+                if own.digest != theirs.digest:
+                    self._differ(number or first, _error(theirs.apart(own)))  # pyright: ignore
+            while len(self._done) > KEPT:
+                del self._done[next(iter(self._done))]  # the oldest
             there = self._there.setdefault(at.meeting, {})
             for other, theirs in there.items():
                 late = at[:3] != theirs[:3] if at.what else at.calls > theirs.calls
                 if other != number and late:
-                    self._differ(number or other, _error({number: at, other: theirs}))
+                    self._differ(number or other, _error(_apart({number: at, other: theirs})))
             if at.what:
                 there[number] = at
             if len(there) in (0, self._count):
                 del self._there[at.meeting]
-            for loaded in at.loaded:
-                before = self._loaded.setdefault((loaded.batch, loaded.array), loaded)
-                if before.values != loaded.values:
-                    self._differ(number, _not_the_same(before, loaded))
-            while len(self._loaded) > KEPT:
-                del self._loaded[next(iter(self._loaded))]  # the oldest
 
 
-def _not_the_same(one: Loaded, other: Loaded) -> RuntimeError:
-    return RuntimeError(
-        f"ranks {one.rank} and {other.rank} have loaded other values of array {one.array} of batch "
-        f"{one.batch} (both counted from 0). The function that feeds a step runs for each rank "
-        f"that reads the batch, and has to give the same whenever it is given the same: look at "
-        f"the seed of a shuffle, the order of files, and iterators that it advances"
+def _apart(each: dict[int, At]) -> str:
+    return " and ".join(
+        f"process {n} {at.what or 'calls a step again'} after {at.calls} calls"
+        for n, at in sorted(each.items())
     )
 
 
-def _error(each: dict[int, At]) -> RuntimeError:
-    (number, at), (other, theirs) = sorted(each.items())
-    if at.differs(theirs):
-        told = (
-            f"those of process {number} and process {other}, up to call "
-            f"{min(at.calls, theirs.calls)}, are not of the same steps with the same arguments"
-        )
-    else:
-        told = " and ".join(
-            f"process {n} {own.what or 'calls a step again'} after {own.calls} calls"
-            for n, own in ((number, at), (other, theirs))
-        )
+def _error(told: str) -> RuntimeError:
     return RuntimeError(
         f"the processes do not make the same calls: {told}. Each process calls the steps with the "
-        f"same arguments, fetches results (float, gather, print) and saves in the same order; only "
-        f"what it does with plain values may depend on its number"
+        f"same arguments, loads the same for them, fetches results (float, gather, print) and "
+        f"saves in the same order; only what it does with plain values may depend on its number"
     )

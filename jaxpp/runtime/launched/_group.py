@@ -10,13 +10,12 @@ from typing import Any
 from jaxpp._program import Bundle, Message
 from jaxpp.runtime.executor import check_transfers, transfers_of
 from jaxpp.runtime.launched import _agreement
-from jaxpp.runtime.launched._calls import Lanes, Outcome
-from jaxpp.runtime.launched._course import At, Course, Loaded
+from jaxpp.runtime.launched._calls import FAILED, Lanes, Outcome
+from jaxpp.runtime.launched._course import At, Called, Course, Loaded
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
 from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
 from jaxpp.runtime.site import (
-    IN_FLIGHT,
     POLL,
     Death,
     Failed,
@@ -64,10 +63,8 @@ class LaunchedGroup(Group):
         self._calls = 0
         #: Whether `jax.device_put` moves the messages between processes.
         self.puts = False
-        #: Hashes of all calls, after each of the last ones.
-        self._digests = collections.deque([0], maxlen=16 * IN_FLIGHT)
-        #: What the ranks here have loaded since this process said so last.
-        self._loaded: collections.deque[Loaded] = collections.deque()
+        #: What this process has called, and its ranks have loaded, since it said so last.
+        self._done: collections.deque[Called | Loaded] = collections.deque()
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.
         self._course = None if place.number else Course(place.count, self._differ)
@@ -94,8 +91,9 @@ class LaunchedGroup(Group):
 
     def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
         """Begins to work with the other processes."""
+        place = self.place.number
         self._process.have(transport, lambda reference: reference)
-        self._process.end.add_done_callback(lambda end: self.report(end.result()))
+        self._process.end.add_done_callback(lambda end: self.report(place, end.result()))
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
             member.hello = found[member.worker]
@@ -116,10 +114,10 @@ class LaunchedGroup(Group):
     def send_steps(self, calls: Mapping[int, Any], inputs: Sequence[Any]) -> None:
         """Calls a step, counts the call, and takes note of it for the others."""
         (call,) = calls.values()
-        digest = _agreement.with_call(self._digests[-1], call.step, inputs)
+        digest = _agreement.digest_of_call(call.step, inputs)
         with self._lock:
             self._calls += 1
-            self._digests.append(digest)
+            self._done.append(Called(self.place.number, self._calls, digest))
         super().send_steps(calls, inputs)
 
     def hellos(self) -> list[tuple[tuple[int, ...], Hello]]:
@@ -300,9 +298,7 @@ class LaunchedGroup(Group):
         there = self._members[number].hello
         near = there is None or there.node == host_of_processes()
         death = Death(f"its process has ended{'' if near else ', or its host is out of reach'}")
-        if self.place.number == 0:
-            self.hub.tell(("fails", number, death))
-        self._watch.report(number, death)
+        self.report(number, death)
 
     def beat(self) -> None:
         """Gives a sign of life, and says how far this process has come."""
@@ -310,39 +306,39 @@ class LaunchedGroup(Group):
 
     def _took(self, rank: int, batch: int, array: int, value: Any) -> None:
         """Takes note of an array that a rank has loaded."""
-        if (values := _agreement.values_of(value)) is not None:
-            self._loaded.append(Loaded(rank, batch, array, values))
+        if (digest := _agreement.values_of(value)) is not None:
+            self._done.append(Loaded(rank, batch, array, digest))
 
     def _say(self, what: str = "") -> None:
         """Says where this process is."""
         with self._lock:
-            loaded = tuple(self._loaded.popleft() for _ in range(len(self._loaded)))
-            at = At(self._next, self._calls, what, tuple(self._digests), loaded)
+            done = tuple(self._done.popleft() for _ in range(len(self._done)))
+            at = At(self._next, self._calls, what, done)
         self.hub.tell(("at", at))
         if self._course is not None:
             self._course.hear(0, at)
 
     def _differ(self, number: int, error: RuntimeError) -> None:
         """Tells all processes that one does not make the calls of another."""
-        failure = Failure.of(error, self._members[number].ranks[0], -1, "")
-        self.hub.tell(("fails", number, failure))
-        self._watch.report(number, failure)
+        self.report(number, Failure.of(error, self._members[number].ranks[0], -1, ""))
 
-    def report(self, failure: Failure) -> None:
-        """Tells all processes of the failure of this one."""
+    def report(self, number: int, what: Failure | Death) -> None:
+        """Tells all processes of the failure of one."""
         # The others first: the watch ends the work of these ranks, which is a failure that is told.
-        self.hub.tell(("fails", self.place.number, failure))
-        self._watch.report(self.place.number, failure)
+        self.hub.tell(("fails", number, what))
+        self._watch.report(number, what)
 
     # ---- its end --------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Tells all processes that the user's script has raised an error in this one."""
         if self.is_well and not self.stopped and not isinstance(error, RankError):
-            self.report(Failure.of(error, self.members[0].ranks[0], -1, "the script"))
+            failure = Failure.of(error, self.members[0].ranks[0], -1, "the script")
+            self.report(self.place.number, failure)
 
     def end_work(self, reason: str) -> None:
         """Ends the work of this process's ranks."""
+        FAILED.set()
         if self._process.transport is not None:  # it has begun
             self._process.abort(reason)
 

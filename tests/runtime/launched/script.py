@@ -26,6 +26,10 @@ CASES = {
     "offload": ((2,), 2, schedules.Offload("gpipe"), {}),
     "replicas": ((2, 2), 2, schedules.OneFOneB(), {"replicas": 2}),
     "callbacks": ((2,), 2, schedules.OneFOneB(), {"callbacks": True}),
+    "interleaved4": ((4,), 8, schedules.Interleaved1F1B(2), {}),
+    "offload4": ((4,), 4, schedules.Offload("gpipe"), {}),
+    "replicas4": ((4, 2), 4, schedules.OneFOneB(), {"replicas": 2}),
+    "callbacks4": ((4,), 4, schedules.OneFOneB(), {"callbacks": True}),
 }
 
 
@@ -79,18 +83,20 @@ def placed(case, mesh, feed=batch):
     return jaxpp.place(step, mesh, donate_argnums=(0, 1), feed={2: feed}, **split)
 
 
-def train(case, mesh):
-    """The losses and the parameters of some steps, as plain arrays."""
+def train(case, mesh, saved=None):
+    """The losses and the parameters of some steps, as plain arrays; may save them, too."""
     step, state, losses = placed(case, mesh), begin(CASES[case][1]), []
     for number in range(STEPS):
         *state, loss = step(*state, number)
         losses.append(float(loss))
+    if saved is not None:
+        jaxpp.save_state(saved, state)
     return losses, [np.asarray(w) for w in jax.tree.leaves(jaxpp.gather(state))]
 
 
-def bitwise(case, folder):
+def bitwise(case, folder, *saved):
     with jaxpp.LaunchedMpmdMesh(*axes_of(case), transport=TRANSPORT) as mesh:
-        losses, state = train(case, mesh)
+        losses, state = train(case, mesh, folder / "saved" if saved else None)
         np.savez(folder / f"{mesh.process}.npz", np.array(losses), *state)
     assert "ray" not in sys.modules
 
@@ -212,6 +218,26 @@ def loose(folder):
             sys.exit(0)
 
 
+def napping(folder):
+    """A callback of rank 1 takes longer than the end of a mesh waits; it is in Python at times."""
+
+    def nap(x):
+        (folder / "naps").touch()
+        for _ in range(10_000):
+            time.sleep(0.002)
+        return x
+
+    def loss(w, x):
+        x = jaxpp.pipeline_enter_stage(x @ w)
+        slept = jax.pure_callback(nap, x, jax.lax.stop_gradient(x), vmap_method="sequential")
+        return jnp.mean((x - slept) ** 2)
+
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 2)
+    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+        step = jaxpp.place(jaxpp.schedule(grad, schedules.OneFOneB()), mesh)
+        print(float(step(begin(1)[0][0], batch(0))[0]))
+
+
 def faulty(folder, fault):
     """Trains for ever; process 1 has a fault at its fifth step, or is sent a signal by the test."""
 
@@ -269,9 +295,9 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, delayed, managed, twice, disordered, late, loose, faulty)
+    others = (composes, delayed, managed, twice, disordered, late, loose, napping, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
-        bitwise(case, pathlib.Path(folder))
+        bitwise(case, pathlib.Path(folder), *rest)
     else:
         run(pathlib.Path(folder), *rest)

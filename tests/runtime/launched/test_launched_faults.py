@@ -42,6 +42,21 @@ def test_a_signal_to_one_process_ends_the_other(tmp_path, name, victim):
     print(f"{name} of process {victim}: {took:.2f} s")
 
 
+@pytest.mark.parametrize("victims", [(1,), (0, 1), (0,)])
+def test_an_interrupt_during_a_long_callback_ends_all_without_an_abort(tmp_path, victims):
+    job = Job(2, "napping", tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "naps").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    before = time.monotonic()
+    for victim in victims:
+        os.kill(job.processes[victim].pid, signal.SIGINT)
+    found = job.wait(60)
+    assert [code for code, _ in found] == [1, 1], found  # Python's abort would be -6
+    assert time.monotonic() - before < 19  # which is before the callback ends
+    assert all("has failed in the script: KeyboardInterrupt" in output for _, output in found)
+
+
 @pytest.mark.parametrize(
     ("fault", "codes", "told"),
     [
@@ -52,9 +67,13 @@ def test_a_signal_to_one_process_ends_the_other(tmp_path, name, victim):
         ("exits", (1, 1), "do not make the same calls: .* shuts the mesh down"),
         ("once_more", (1, 1), "do not make the same calls"),
         ("other", (1, 1), "do not make the same calls"),
-        ("batch", (1, 1), "are not of the same steps with the same arguments"),
+        ("batch", (1, 1), "are not of the same step with the same arguments"),
         ("loads", (1, 1), "ranks [01] and [01] have loaded other values of array 0 of batch 5 "),
-        ("start", (1, 1), "up to call 1, are not of the same steps with the same arguments"),
+        (
+            "start",
+            (1, 1),
+            "call 1 of process [01] and of process [01] are not of the same step",
+        ),
         ("folders", (1, 1), "saves a state to .*own1"),
         ("fork", (1, -9), "rank 1 .* its process has ended"),
         ("unequal", (1, 1), "process 1 differs from process 0 first in "),

@@ -13,7 +13,7 @@ import jaxpp
 from jaxpp._program import Fed
 from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.launched import _agreement, _course, _environment
-from jaxpp.runtime.launched._course import At, Course, Loaded
+from jaxpp.runtime.launched._course import At, Called, Course, Loaded
 from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import LaunchedWatch
@@ -105,6 +105,12 @@ def test_a_step_that_differs_has_another_text(other):
     assert "\n  process 0: " in told and "\n  process 2: " in told
 
 
+def called(process, *digests):
+    """A process that has made calls with these hashes, and comes to no meeting yet."""
+    done = tuple(Called(process, n, digest) for n, digest in enumerate(digests, 1))
+    return At(0, len(digests), "", done)
+
+
 def heard(*each, count=2):
     errors = []
     course = Course(count, lambda number, error: errors.append((number, str(error))))
@@ -127,8 +133,9 @@ def test_processes_that_do_the_same_in_any_order_are_at_one():
         [(0, At(0, 1, "saves")), (1, At(0, 2, "saves"))],
         [(0, At(0, 1, "saves")), (1, At(0, 2))],
         [(1, At(0, 1, "saves")), (0, At(0, 2))],
-        [(0, At(0, 2, "", (0, 5, 6))), (1, At(0, 2, "", (0, 5, 7)))],
-        [(1, At(0, 3, "saves", (5, 6, 7))), (0, At(0, 2, "", (0, 9, 8)))],
+        [(0, called(0, 5, 6)), (1, called(1, 5, 7))],
+        [(1, At(0, 3, "saves", called(1, 5, 6, 7).done)), (0, called(0, 5, 8))],
+        [(1, called(1, 5)), (0, called(0, 4)), (1, At(0, 2, "", (Called(1, 2, 6),)))],
     ],
 )
 def test_who_does_otherwise_is_found(each):
@@ -137,12 +144,11 @@ def test_who_does_otherwise_is_found(each):
 
 
 def test_who_is_ahead_with_the_same_calls_does_the_same():
-    assert not heard((1, At(0, 3, "", (0, 5, 6, 7))), (0, At(0, 1, "", (0, 5))), (0, At(0, 0)))
-    assert not heard((1, At(0, 90, "", (1, 2))), (0, At(0, 1, "", (0, 5))))  # not known any more
+    assert not heard((1, called(1, 5, 6, 7)), (0, At(0, 0)), (0, called(0, 5)))
 
 
 def loaded(*each):
-    return At(0, 0, loaded=tuple(Loaded(*own) for own in each))
+    return At(0, 0, done=tuple(Loaded(*own) for own in each))
 
 
 def test_ranks_that_load_other_values_are_found(monkeypatch):
@@ -161,7 +167,7 @@ def test_a_call_is_marked_by_its_step_and_its_arguments():
     def marks(step, *arguments, value=0):
         fed = Fed(Batch(0, 0, None, value), 0, None)
         types = [ArrayType.of(jnp.asarray(x)) for x in arguments]
-        return _agreement.with_call(0, step, [*map(Given.of, arguments, types), fed])
+        return _agreement.digest_of_call(step, [*map(Given.of, arguments, types), fed])
 
     assert marks(1, large, 0.1) == marks(1, large.copy(), 0.1)
     others = [marks(2, large, 0.1), marks(1, other, 0.1), marks(1, large, 0.2)]
@@ -184,7 +190,7 @@ def test_the_others_hear_of_a_failure_before_the_watch_ends_the_work():
     group.hub = types.SimpleNamespace(tell=lambda news: heard.append(("others", *news)))
     group._watch = types.SimpleNamespace(report=lambda *what: heard.append(("watch", *what)))
     failure = Failure.of(ValueError("no such file"), 1, -1, "the script")
-    group.report(failure)
+    group.report(1, failure)
     assert heard == [("others", "fails", 1, failure), ("watch", 1, failure)]
 
 
