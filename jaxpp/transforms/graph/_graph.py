@@ -249,9 +249,7 @@ def _messages(routes, specs: Mapping[Value, Spec]):
     return sends, receives
 
 
-def _computations(
-    uses: _Uses, specs: Mapping[Value, Spec]
-) -> tuple[list[int], list[Computation]]:
+def _computations(uses: _Uses, specs: Mapping[Value, Spec]) -> tuple[list[int], list[Computation]]:
     """Numbers the computations of the tasks, equal ones once; also gives each task's number."""
     found: dict[Hashable, int] = {}
     computations: list[Computation] = []

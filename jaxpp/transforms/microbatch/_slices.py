@@ -283,11 +283,7 @@ class _Loop:
         def those(kind, outputs):
             return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
 
-        folds = {
-            i: op
-            for i, op in enumerate(operators)
-            if isinstance(op, _reductions.Fold | _reductions.Custom)
-        }
+        folds = {i: op for i, op in enumerate(operators) if isinstance(op, _reductions.Fold)}
 
         def step(state, one):
             accs, carried = state
@@ -311,7 +307,7 @@ class _Loop:
             accs, carried, stacked = _run_each(loop, slices, self.replicas)
             accs = list(map(_merged, folds.values(), accs))
             carried = list(map(_merged, those(_reductions.Carry, operators), carried))
-            stacked = list(map(_in_order, stacked))
+            stacked = [call_merge(_in_order, "slices", (rows,)) for rows in stacked]
         accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
 
         def result(op: Reduction) -> Any:
@@ -376,20 +372,17 @@ def _merged(operator: Reduction, rows: Any) -> Any:
         operator: the operator that made the values.
         rows: a pytree of arrays; the first axis has a row for each replica.
     """
-    if isinstance(operator, _reductions.Custom):
-        return call_merge(functools.partial(_folded, operator.merge), "other", (rows,))
-    how = operator.merge if isinstance(operator, _reductions.Carry) else operator.name
+    is_carried = isinstance(operator, _reductions.Carry)
+    how: Any = operator.merge if is_carried else operator.name
+    if how == "custom":
+        how = functools.partial(_folded, operator.merge)
     if callable(how):
         return call_merge(how, "other", (rows,))
-    if how == "last":
-        return call_merge(_last, "last", (rows,))
-    if how == "max":
-        return call_merge(_maximum, "max", (rows,))
-    total = call_merge(_sum, "sum", (rows,))
-    is_carried = isinstance(operator, _reductions.Carry)
+    name = how if how in _MERGES else "sum"
+    merged = call_merge(_MERGES[name], name, (rows,))
     if not is_carried or how != "mean":
-        return total
-    return _specs.as_weak_as(rows, (total / rows.shape[0]).astype(rows.dtype))
+        return merged
+    return _specs.as_weak_as(rows, (merged / rows.shape[0]).astype(rows.dtype))
 
 
 def _folded(combine: Any, rows: Any) -> Any:
@@ -399,19 +392,16 @@ def _folded(combine: Any, rows: Any) -> Any:
     return functools.reduce(combine, each)
 
 
-_sum, _maximum = (functools.partial(_folded, combine) for combine in (jnp.add, jnp.maximum))
-
-
-def _last(rows: Any) -> Any:
-    return rows[-1]
+#: How rows are combined, by name; each function is one, so that it is traced once for a type.
+_MERGES: dict[str, Callable[[Any], Any]] = {
+    "sum": functools.partial(_folded, jnp.add),
+    "max": functools.partial(_folded, jnp.maximum),
+    "last": lambda rows: rows[-1],
+}
 
 
 def _in_order(rows: Any) -> Any:
     """Puts the slices of all replicas, which have a row each, along one axis."""
-    return call_merge(_slices_in_order, "slices", (rows,))
-
-
-def _slices_in_order(rows: Any) -> Any:
     shape = (rows.shape[0] * rows.shape[1], *rows.shape[2:])
     split = _specs.in_type(rows)
     if split is not None:

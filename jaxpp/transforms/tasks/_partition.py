@@ -50,8 +50,7 @@ def _repeatable(loop: ScheduledLoop) -> list[bool]:
     staged = [v for e, key in loop.grouped if key for v in e.outvars if v in varying]
     from_stages = jaxprs.descendants(loop.eqns, [*staged, *loop.carries])
     return [
-        not e.effects
-        and (varying if key else varying & from_stages).isdisjoint(e.outvars)
+        not e.effects and (varying if key else varying & from_stages).isdisjoint(e.outvars)
         for e, key in loop.grouped
     ]
 
