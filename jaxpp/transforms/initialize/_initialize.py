@@ -179,10 +179,12 @@ class _Builder:
         used = [n in owned for n in range(len(self.made))]
         slim = _compat.eliminate_dead_code(self.jaxpr, used)
         slim = jaxprs.with_separate_outputs(slim, slim.jaxpr.invars)
-        split: Mapping[Var, Spec] = {}
         if self.specs is not None:
-            wanted = zip(slim.jaxpr.outvars, (self.specs[n] for n in owned), strict=True)
-            slim, split = with_split_outputs(slim, dict(wanted))
+            # A device makes an array whole, and takes its shard: operations on split arrays would
+            # round in another way.
+            pairs = zip(slim.jaxpr.outvars, owned, strict=True)
+            split = [v for v, n in pairs if self.specs[n] != replicated(len(v.aval.shape))]
+            slim = jaxprs.with_separate_outputs(slim, split)
         # So one computation takes the keys of any layer.
         eqns = list(map(jaxprs.with_start_operands, _output_by_output(slim)))
         read = jaxprs.operands_of(eqns)
@@ -191,10 +193,7 @@ class _Builder:
         before: tuple[Value, ...] = ()
         for eqn in eqns:
             results = [v for v in eqn.outvars if v in read or v in outputs]
-            values |= {
-                v: outputs[v] if v in outputs else self._value(v.aval, split.get(v))
-                for v in results
-            }
+            values |= {v: outputs[v] if v in outputs else self._value(v.aval) for v in results}
             own = tuple(outputs[v] for v in results if v in outputs)
             self.tasks.append(
                 GraphTask(
@@ -306,39 +305,3 @@ def _size_behind(atoms: Sequence[Atom], maker: Mapping[Var, Eqn]) -> int:
             seen.add(var)
             stack.extend(jaxprs.variables(maker[var].invars) if var in maker else [])
     return max((v.aval.size for v in seen), default=0)
-
-
-# ---- axes inside a rank --------------------------------------------------------------------------
-
-
-# Each device makes an array whole, and takes its shard of it: operations on split arrays would
-# round in another way.
-
-
-def with_split_outputs(
-    jaxpr: jex.ClosedJaxpr, wanted: Mapping[Var, Spec]
-) -> tuple[jex.ClosedJaxpr, dict[Var, Spec]]:
-    """Splits an initialiser's outputs, each when it is made.
-
-    Args:
-        jaxpr: the rank's part of the initialiser, in which each output has an equation of its own.
-        wanted: the spec of each output.
-
-    Returns:
-        The jaxpr, with copies where an output is not split from the start, and the spec of each of
-        its variables; those of its inputs are whole.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.broadcast_to(x, (4, 2)) * 3)(1.0)
-        >>> wanted = {jaxpr.jaxpr.outvars[0]: (("data",), ())}
-        >>> _, specs = with_split_outputs(jaxpr, wanted)
-        >>> [specs[v] for eqn in jaxpr.eqns for v in eqn.outvars]
-        [((), ()), ((), ())]
-    """
-    variables = [*jaxpr.jaxpr.invars, *jaxprs.results_of(jaxpr.eqns)]
-    specs = {v: replicated(len(v.aval.shape)) for v in variables}
-    outvars = jaxpr.jaxpr.outvars
-    split = jaxprs.with_separate_outputs(jaxpr, [v for v in outvars if specs[v] != wanted[v]])
-    specs.update((own, wanted[v]) for own, v in zip(split.jaxpr.outvars, outvars, strict=True))
-    return split, specs

@@ -280,7 +280,7 @@ def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStru
         ValueError: if it is not known, or no such output is merged.
     """
     where = f"microbatch: output{path or ''} ({x.dtype}{list(x.shape)})"
-    if operator.name == "custom" and operator.merge is None:
+    if isinstance(operator, Fold) and operator.name == "custom" and operator.merge is None:
         raise ValueError(
             f"{where} is combined by an object without merge(acc, other), so that it is not known "
             f"how the accumulators of two replicas become one; give it that method."

@@ -21,7 +21,7 @@ from jax.interpreters import ad
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp.transforms.microbatch import _reductions
 from jaxpp.transforms.microbatch._reductions import CARRY, Reduction, is_inexact
-from jaxpp.transforms.stages import call_merge, call_replica, keep_nothing
+from jaxpp.transforms.stages import call_as, keep_nothing
 
 
 def loop_over_slices(
@@ -307,7 +307,7 @@ class _Loop:
             accs, carried, stacked = _run_each(loop, slices, self.replicas)
             accs = list(map(_merged, folds.values(), accs))
             carried = list(map(_merged, those(_reductions.Carry, operators), carried))
-            stacked = [call_merge(_in_order, "slices", (rows,)) for rows in stacked]
+            stacked = [call_as("merge_slices", _in_order, (rows,)) for rows in stacked]
         accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
 
         def result(op: Reduction) -> Any:
@@ -351,7 +351,7 @@ def _run_each(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) ->
     """
 
     def one(_, own):
-        return None, call_replica(loop, own)
+        return None, call_as("replica", loop, own)
 
     rows = [_by_replica(x, replicas) for x in slices]
     return jax.lax.scan(one, None, rows, length=replicas)[1]
@@ -374,12 +374,12 @@ def _merged(operator: Reduction, rows: Any) -> Any:
     """
     is_carried = isinstance(operator, _reductions.Carry)
     how: Any = operator.merge if is_carried else operator.name
-    if how == "custom":
+    if isinstance(operator, _reductions.Fold) and operator.merge:
         how = functools.partial(_folded, operator.merge)
     if callable(how):
-        return call_merge(how, "other", (rows,))
+        return call_as("merge_other", how, (rows,))
     name = how if how in _MERGES else "sum"
-    merged = call_merge(_MERGES[name], name, (rows,))
+    merged = call_as(f"merge_{name}", _MERGES[name], (rows,))
     if not is_carried or how != "mean":
         return merged
     return _specs.as_weak_as(rows, (merged / rows.shape[0]).astype(rows.dtype))

@@ -380,7 +380,7 @@ class Placed(HasPrograms, Generic[P, R]):
         return self._last.describe()
 
     @property
-    def flops(self) -> tuple[float, ...]:
+    def flops(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The model FLOPs of each rank in a step, as it was called last: see `Compiled.flops`."""
         return self._last.flops
 

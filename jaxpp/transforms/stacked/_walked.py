@@ -117,7 +117,8 @@ class _Walk:
         """
         found = {}
         for eqn, stack in self.takers:
-            if (numbers := self.values.get(eqn.invars[1])) is not None:
+            (index,) = jaxprs.variables(eqn.invars[1:2])
+            if (numbers := self.values.get(index)) is not None:
                 start, length = int(numbers.flat[0]), len(numbers)
                 in_order = np.array_equal(numbers.ravel(), start + np.arange(length))
                 if in_order and 0 <= start <= eqn.invars[0].aval.shape[0] - length:
@@ -201,7 +202,7 @@ def _numbers(array: Atom, eqns: Sequence[Eqn]) -> np.ndarray | None:
         return None
     part = _part(eqns, [array])
     with jax.ensure_compile_time_eval():
-        return None if part.inputs else np.asarray(*jaxprs.run(part.jaxpr), array.aval.dtype)
+        return None if part.inputs else np.asarray(jaxprs.run(part.jaxpr)[0], array.aval.dtype)
 
 
 def _takes_row(eqn: Eqn, stacks: Mapping[Var, int]) -> bool:

@@ -258,7 +258,10 @@ def _insert_marks(
         if i in opened:
             live = [v for v in made if last.get(v, -1) >= i]
             marked = list(map(jaxprs.fresh_var, live))
-            eqns.append(_marks.enter_equation(list(map(known, live)), marked, *opened[i]))
+            params = dict(zip(("stage", "name"), opened[i], strict=True))
+            operands = list(map(known, live))
+            mark: Any = jex.new_jaxpr_eqn(operands, marked, _marks.enter_p, params, set())
+            eqns.append(mark)
             known.of.update(zip(live, marked, strict=True))
         eqns.append(known.rename(eqn))
         made.extend(v for v in eqn.outvars if v in varying)
