@@ -339,8 +339,8 @@ MUTATIONS = (
         "jaxpp/transforms/graph/_graph.py",
         "            for values in (task.inputs, task.outputs)",
         (
-            "            for values in (task.inputs[::-1] if len({v.aval.ndim for v in task.inputs"
-            "}) == 1 else task.inputs, task.outputs)"
+            "            for values in (task.inputs[::-1] if "
+            "len({v.aval.ndim for v in task.inputs}) == 1 else task.inputs, task.outputs)"
         ),
         tests=("replicas",),
         unseen="how arrays are split in a rank is JAX's, which refuses it",

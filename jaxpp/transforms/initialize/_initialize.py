@@ -23,7 +23,7 @@ from jaxpp._specs import Spec, replicated, type_of
 from jaxpp.jaxprs import Atom, Aval, Eqn, Flow, Literal, Var
 from jaxpp.transforms._signature import describe, with_arrays
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, assign, lower
+from jaxpp.transforms.graph import Body, GraphTask, GraphValue, TaskGraph, assign, lower
 from jaxpp.transforms.stacked import Bounds, Slicer
 
 
@@ -137,14 +137,16 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
         for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
     )
     inside = step.inside and Inside(step.inside, {})
-    builder = _Builder(jaxpr, arguments, None if inside is None else [a.spec for a in made])
+    builder = _InitializerGraph(
+        jaxpr, arguments, None if inside is None else [a.spec for a in made]
+    )
     for rank, own in enumerate(reads):
         builder.add_rank(rank, sorted(own))
     whole, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
     return lower(whole, graph, assign(whole, graph))
 
 
-class _Builder:
+class _InitializerGraph:
     """Adds the operations of each rank to a graph, as tasks.
 
     Args:
@@ -170,7 +172,7 @@ class _Builder:
         #: The ranks that read each input, and those that make each output.
         self.readers: list[list[int]] = [[] for _ in self.given]
         self.makers: list[list[int]] = [[] for _ in self.made]
-        self.constants: dict[Hashable, Value] = {}
+        self.constants: dict[Hashable, GraphValue] = {}
         self.bodies: dict[Hashable, Body] = {}
         self.tasks: list[GraphTask] = []
 
@@ -190,7 +192,7 @@ class _Builder:
         read = jaxprs.operands_of(eqns)
         outputs = {v: self.made[n] for n, v in zip(owned, slim.jaxpr.outvars, strict=True)}
         values = dict(zip(slim.jaxpr.invars, self.given, strict=True))
-        before: tuple[Value, ...] = ()
+        before: tuple[GraphValue, ...] = ()
         for eqn in eqns:
             results = [v for v in eqn.outvars if v in read or v in outputs]
             values |= {v: outputs[v] if v in outputs else self._value(v.aval) for v in results}
@@ -222,12 +224,12 @@ class _Builder:
         )
         return TaskGraph(tuple(self.tasks), arguments, results, ((),) * num_ranks)
 
-    def _value(self, aval: Aval, spec: Spec | None = None, **what: Any) -> Value:
+    def _value(self, aval: Aval, spec: Spec | None = None, **what: Any) -> GraphValue:
         if self.specs is not None and spec is None:
             spec = replicated(len(aval.shape))
-        return Value(aval, "gathered", "initialize", spec=spec, **what)
+        return GraphValue(aval, "gathered", "initialize", spec=spec, **what)
 
-    def _constant(self, literal: Literal) -> Value:
+    def _constant(self, literal: Literal) -> GraphValue:
         value = jaxprs.copied_to_host(literal.val, literal.aval)
         key = str(literal.aval), np.asarray(value).tobytes()
         if key not in self.constants:

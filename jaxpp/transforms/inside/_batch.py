@@ -80,14 +80,14 @@ def on_rows(
     def local(*operands):
         rows = [x for x, own in zip(operands, has_rows, strict=True) if own]
 
-        def one(rows):
+        def of_replica(rows):
             rest = iter(rows)
             given = (next(rest) if r else x for x, r in zip(operands, has_rows, strict=True))
             return jaxprs.run(jaxpr, *given)
 
         if replicas == devices:
-            return [y[None] for y in one([jax.lax.squeeze(x, (0,)) for x in rows])]
-        return jax.lax.scan(lambda _, own: (None, one(own)), None, rows)[1]
+            return [y[None] for y in of_replica([jax.lax.squeeze(x, (0,)) for x in rows])]
+        return jax.lax.scan(lambda _, rows: (None, of_replica(rows)), None, rows)[1]
 
     if devices == 1 or inside is None:
         return local

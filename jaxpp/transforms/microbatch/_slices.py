@@ -44,7 +44,7 @@ def loop_over_slices(
         count: the number of slices.
         replicas: the number of replicas, each of which runs a loop over as many slices.
     """
-    loop = _Loop(jaxpr, roles, operators, count, replicas)
+    loop = _SliceLoop(jaxpr, roles, operators, count, replicas)
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not (loop.scalars or loop.chained or replicas > 1):
         return functools.partial(jaxprs.run_compiled, loop.recomputed)
@@ -95,7 +95,7 @@ def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class _SliceLoop:
     """A loop over slices, with the fields that `loop_over_slices` takes."""
 
     jaxpr: jex.ClosedJaxpr
@@ -304,7 +304,7 @@ class _Loop:
         if self.replicas == 1:
             accs, carried, stacked = loop(*slices)
         else:
-            accs, carried, stacked = _run_each(loop, slices, self.replicas)
+            accs, carried, stacked = _run_replicas(loop, slices, self.replicas)
             accs = list(map(_merged, folds.values(), accs))
             carried = list(map(_merged, those(_reductions.Carry, operators), carried))
             stacked = [call_as("merge_slices", _in_order, (rows,)) for rows in stacked]
@@ -338,7 +338,7 @@ def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) 
 # ---- replicas -----------------------------------------------------------------------------------
 
 
-def _run_each(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) -> Any:
+def _run_replicas(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) -> Any:
     """Runs a loop for each replica.
 
     Args:
@@ -350,11 +350,11 @@ def _run_each(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) ->
         What the loop gives, its arrays with a new first axis of a row for each replica.
     """
 
-    def one(_, own):
-        return None, call_as("replica", loop, own)
+    def replica(_, slices):
+        return None, call_as("replica", loop, slices)
 
     rows = [_by_replica(x, replicas) for x in slices]
-    return jax.lax.scan(one, None, rows, length=replicas)[1]
+    return jax.lax.scan(replica, None, rows, length=replicas)[1]
 
 
 def _by_replica(x: Any, replicas: int) -> Any:

@@ -342,7 +342,7 @@ class Placed(HasPrograms, Generic[P, R]):
         return tuple([load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args)])
 
     @property
-    def bundle(self) -> Bundle:
+    def bundle(self) -> Bundle:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The programs of the last call, and what they share."""
         return self._last.bundle
 
@@ -379,7 +379,7 @@ class Placed(HasPrograms, Generic[P, R]):
         """
         return self._last.describe()
 
-    @property
+    @property  # not cached: the last call may be another
     def flops(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The model FLOPs of each rank in a step, as it was called last: see `Compiled.flops`."""
         return self._last.flops

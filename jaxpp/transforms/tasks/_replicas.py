@@ -75,7 +75,9 @@ def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]])
     assert not num_carry, "a replica runs one loop"
     of_loop = scheduled(loop, join_rows=_write.first_of)
     known = zip(flat.jaxpr.invars, [*literals, *eqn.invars], strict=True)
-    rows = _Rows(eqn.params["length"], known, flat.jaxpr.invars[len(constants) + num_consts :])
+    rows = _ReplicaRows(
+        eqn.params["length"], known, flat.jaxpr.invars[len(constants) + num_consts :]
+    )
     rows.add([e for own in flat.eqns for e in (of_loop if own is loop else [own])])
     results = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
     made = {v: rows.of(result) for v, result in results.items()}
@@ -101,7 +103,7 @@ def _combined(jaxpr: jex.ClosedJaxpr, how: str, *rows: Any) -> list[Any]:
     return jaxprs.run(jaxpr, *(call_as(f"merge_{how}", _ROW_BY_ROW[how], (x,)) for x in rows))
 
 
-class _Rows:
+class _ReplicaRows:
     """Equations of one replica, written for all: `eqns`.
 
     Args:
