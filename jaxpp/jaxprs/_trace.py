@@ -103,7 +103,7 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
 
 
 @jtu.register_pytree_with_keys_class
-class _Arrays:
+class _ArgumentArrays:
     """The arrays of one argument, with their paths in it, which JAX reads where it has an error."""
 
     def __init__(self, paths: tuple[str, ...], arrays: Iterable[Any]):
@@ -116,19 +116,19 @@ class _Arrays:
         return self.arrays, self.paths
 
     @classmethod
-    def tree_unflatten(cls, paths: tuple[str, ...], arrays: Iterable[Any]) -> "_Arrays":
+    def tree_unflatten(cls, paths: tuple[str, ...], arrays: Iterable[Any]) -> "_ArgumentArrays":
         return cls(paths, arrays)
 
 
 def _named(
     fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[_Arrays], inspect.Signature]:
+) -> tuple[list[_ArgumentArrays], inspect.Signature]:
     """Returns the arrays of each argument of a call, and the arguments' names as a signature."""
     named = []
     for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
         leaves = [x for x in jtu.tree_leaves_with_path(tree) if is_array(x[1])]
         paths = tuple(jtu.keystr(path) for path, _ in leaves)
-        named.append(_Arrays(paths, [x for _, x in leaves]))
+        named.append(_ArgumentArrays(paths, [x for _, x in leaves]))
     try:
         parameters = list(inspect.signature(fun).parameters.values())[: len(args)]
     except (TypeError, ValueError):  # `fun` has no signature

@@ -81,12 +81,12 @@ def without_keywords(args: Sequence[Any]) -> Sequence[Any]:
     return args[:-1] if args and isinstance(args[-1], Keywords) else args
 
 
-def with_keywords(prefix: Any, args: Sequence[Any], own: Any) -> Any:
-    """Extends a prefix of the arguments that have a position to all; the others get `own`."""
+def with_keywords(prefix: Any, args: Sequence[Any], otherwise: Any) -> Any:
+    """Extends a prefix of the arguments that have a position to all; the others get `otherwise`."""
     known = without_keywords(args)
     if len(known) == len(args):
         return prefix
-    return (*(prefix if type(prefix) is tuple else (prefix,) * len(known)), own)
+    return (*(prefix if type(prefix) is tuple else (prefix,) * len(known)), otherwise)
 
 
 # ---- types ---------------------------------------------------------------------------------------

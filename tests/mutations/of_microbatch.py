@@ -231,8 +231,11 @@ MUTATIONS = (
     Mutation(
         "an operator of the user's takes its operands in another order",
         "jaxpp/transforms/microbatch/_reductions.py",
-        "return Custom(reduce.init, reduce.combine, finish, merge=merge)",
-        "return Custom(reduce.init, lambda a, x: reduce.combine(x, a), finish, merge=merge)",
+        'return Fold("custom", reduce.init, reduce.combine, finish, merge=merge)',
+        (
+            'return Fold("custom", reduce.init, lambda a, x: reduce.combine(x, a), finish, '
+            "merge=merge)"
+        ),
         refuted_on="operators",
     ),
     Mutation(

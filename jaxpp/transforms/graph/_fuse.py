@@ -10,7 +10,7 @@ import jax
 
 from jaxpp import _compat, jaxprs
 from jaxpp.schedules import Kind, Task
-from jaxpp.transforms.graph._graph import Body, GraphTask, TaskGraph, Value
+from jaxpp.transforms.graph._graph import Body, GraphTask, GraphValue, TaskGraph
 
 #: Which tasks become one: none; two that the table has run together; and all without a message
 #: between them, too.
@@ -51,7 +51,7 @@ def _with_pairs(
     for first in (task for task in graph.tasks if task.beside):
         at = order.index(first)
         after = (n for n in range(at + 1, len(order)) if order[n].rank == first.rank)
-        if (end := next(after, None)) is None or not _are_of_one(order[end].task, first.beside):
+        if (end := next(after, None)) is None or not _is_wanted(order[end].task, first.beside):
             pair = f"{first.label} and {first.beside}"
             apart.setdefault("they are no neighbours", []).append(pair)
             continue
@@ -66,7 +66,7 @@ def _with_pairs(
     return TaskGraph(tuple(order), graph.arguments, graph.results, graph.stages), notes
 
 
-def _are_of_one(task: Task | None, wanted: Task | None) -> bool:
+def _is_wanted(task: Task | None, wanted: Task | None) -> bool:
     """Tells whether a task is the wanted one, or the half of it that has work."""
     return bool(
         task
@@ -107,7 +107,7 @@ def _calls_back(eqn: Any) -> bool:
 
 def _with_chains(graph: TaskGraph, bodies: dict[Hashable, Body]) -> TaskGraph:
     """Fuses the tasks of a rank that have no message between them."""
-    readers, ranks = _readers(graph), collections.defaultdict[Value, set[int]](set)
+    readers, ranks = _readers(graph), collections.defaultdict[GraphValue, set[int]](set)
     for task in graph.tasks:
         for value in task.inputs:
             ranks[value].add(task.rank)
@@ -130,14 +130,14 @@ def _with_chains(graph: TaskGraph, bodies: dict[Hashable, Body]) -> TaskGraph:
     return TaskGraph(tuple(order), graph.arguments, graph.results, graph.stages)
 
 
-def _readers(graph: TaskGraph) -> collections.Counter[Value]:
+def _readers(graph: TaskGraph) -> collections.Counter[GraphValue]:
     """Counts for each value the tasks that read it, and the results that it is."""
     read = (v for task in graph.tasks for v in dict.fromkeys(task.inputs))
     return collections.Counter([*read, *(value for value, _ in graph.results)])
 
 
 def _fused(
-    tasks: Sequence[GraphTask], readers: Mapping[Value, int], bodies: dict[Hashable, Body]
+    tasks: Sequence[GraphTask], readers: Mapping[GraphValue, int], bodies: dict[Hashable, Body]
 ) -> GraphTask:
     """Makes one task of several; those with the same bodies, joined alike, share one.
 
@@ -164,7 +164,9 @@ def _fused(
     return GraphTask(tasks[0].rank, *own, others=tuple(others))
 
 
-def _jaxpr_of(tasks: Sequence[GraphTask], inputs: Sequence[Value], outputs: Sequence[Value]) -> Any:
+def _jaxpr_of(
+    tasks: Sequence[GraphTask], inputs: Sequence[GraphValue], outputs: Sequence[GraphValue]
+) -> Any:
     """Makes the jaxpr of several tasks: a call of each, which XLA does not mix with the others."""
     types = {v: a for t in tasks for v, a in zip(t.inputs, t.body.jaxpr.in_avals, strict=True)}
 

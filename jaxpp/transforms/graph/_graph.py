@@ -35,7 +35,7 @@ from jaxpp.transforms.inside import propagate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Value:
+class GraphValue:
     """An array that tasks make and read; it is the same one on every rank that has it.
 
     Args:
@@ -82,12 +82,12 @@ class GraphTask:
 
     rank: int
     body: Body
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[GraphValue, ...]
+    outputs: tuple[GraphValue, ...]
     label: str
     task: Task | None = None
     loop: int = 0
-    waits: tuple[Value, ...] = ()
+    waits: tuple[GraphValue, ...] = ()
     beside: Task | None = None
     others: tuple[Task, ...] = ()
 
@@ -118,8 +118,8 @@ class TaskGraph:
     """
 
     tasks: tuple[GraphTask, ...]
-    arguments: tuple[tuple[Value, tuple[int, ...]], ...]
-    results: tuple[tuple[Value, tuple[int, ...]], ...]
+    arguments: tuple[tuple[GraphValue, tuple[int, ...]], ...]
+    results: tuple[tuple[GraphValue, tuple[int, ...]], ...]
     stages: tuple[tuple[int, ...], ...]
 
 
@@ -130,7 +130,7 @@ class TaskGraph:
 _At = tuple[int, int]
 
 
-def lower(step: Step, graph: TaskGraph, specs: Mapping[Value, Spec]) -> Bundle:
+def lower(step: Step, graph: TaskGraph, specs: Mapping[GraphValue, Spec]) -> Bundle:
     """Lowers the tasks of a step to programs.
 
     Args:
@@ -186,11 +186,11 @@ class _Uses:
 
     def __init__(self, graph: TaskGraph):
         self.graph = graph
-        self.made: dict[Value, dict[int, int]] = {
+        self.made: dict[GraphValue, dict[int, int]] = {
             value: dict.fromkeys(ranks, -1) for value, ranks in graph.arguments
         }
-        self.readers: dict[Value, dict[int, int]] = {}
-        self.last: dict[tuple[int, Value], int] = {}
+        self.readers: dict[GraphValue, dict[int, int]] = {}
+        self.last: dict[tuple[int, GraphValue], int] = {}
         self.kept = {(rank, value) for value, ranks in graph.results for rank in ranks}
         for index, task in enumerate(graph.tasks):
             for value in task.outputs:
@@ -201,19 +201,19 @@ class _Uses:
             for rank in ranks:
                 self._read(value, rank, len(graph.tasks))
 
-    def _read(self, value: Value, rank: int, index: int) -> None:
+    def _read(self, value: GraphValue, rank: int, index: int) -> None:
         self.readers.setdefault(value, {}).setdefault(rank, index)
         self.last[rank, value] = index
 
-    def send(self, value: Value, source: int, target: int) -> None:
+    def send(self, value: GraphValue, source: int, target: int) -> None:
         """Notes that a value is sent from a rank to another."""
         self.last.setdefault((source, value), self.made[value][source])
         self.kept |= {(source, value), (target, value)}
 
 
-def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[Value], int]]:
+def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[GraphValue], int]]:
     """Finds the values to send and the first task that reads them, by (maker, source, target)."""
-    wanted: dict[tuple[int, int, int], list[Value]] = {}
+    wanted: dict[tuple[int, int, int], list[GraphValue]] = {}
     first_read: dict[tuple[int, int, int], int] = {}
     for value, by_rank in uses.readers.items():
         if value.constant is not None:
@@ -230,10 +230,10 @@ def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[Value], int]]:
     return {route: (wanted[route], first_read[route]) for route in sorted(wanted)}
 
 
-def _messages(routes, specs: Mapping[Value, Spec]):
+def _messages(routes, specs: Mapping[GraphValue, Spec]):
     """Makes the sends after each task and the receives before each, by (task, rank)."""
-    sends: dict[_At, list[tuple[list[Value], Message]]] = {}
-    receives: dict[_At, list[tuple[list[Value], Message]]] = {}
+    sends: dict[_At, list[tuple[list[GraphValue], Message]]] = {}
+    receives: dict[_At, list[tuple[list[GraphValue], Message]]] = {}
     for tag, ((index, source, target), (values, first_read)) in enumerate(routes.items()):
         message = Message(
             tag,
@@ -249,7 +249,9 @@ def _messages(routes, specs: Mapping[Value, Spec]):
     return sends, receives
 
 
-def _computations(uses: _Uses, specs: Mapping[Value, Spec]) -> tuple[list[int], list[Computation]]:
+def _computations(
+    uses: _Uses, specs: Mapping[GraphValue, Spec]
+) -> tuple[list[int], list[Computation]]:
     """Numbers the computations of the tasks, equal ones once; also gives each task's number."""
     found: dict[Hashable, int] = {}
     computations: list[Computation] = []
@@ -269,15 +271,15 @@ def _computations(uses: _Uses, specs: Mapping[Value, Spec]) -> tuple[list[int], 
 
 
 def _donated(
-    index: int, task: GraphTask, uses: _Uses, specs: Mapping[Value, Spec]
+    index: int, task: GraphTask, uses: _Uses, specs: Mapping[GraphValue, Spec]
 ) -> tuple[int, ...]:
     """Finds the inputs of a task whose memory outputs take, which are of their types and specs."""
 
-    def kind(value: Value) -> Hashable:
+    def kind(value: GraphValue) -> Hashable:
         memory = _compat.memory_kind(value.aval)
         return value.aval.shape, value.aval.dtype, memory, specs.get(value)
 
-    def is_unread(value: Value) -> bool:
+    def is_unread(value: GraphValue) -> bool:
         is_ours = value.argument is None or value.argument.donated
         is_last = uses.last[task.rank, value] == index and (task.rank, value) not in uses.kept
         return is_last and is_ours and value.constant is None
@@ -302,15 +304,15 @@ class _ProgramWriter:
         self.outputs: list[tuple[int, int]] = []
         self.constant_slots: list[tuple[int, Any]] = []
         self.uses = uses
-        self.slots: dict[Value, int] = {}
+        self.slots: dict[GraphValue, int] = {}
         self.vacant: list[int] = []
         self.num_slots = 0
         #: The values that nothing uses after the last run.
-        self.ending: list[Value] = []
+        self.ending: list[GraphValue] = []
         #: What the device computed last, if nothing has waited for it.
-        self.computed: tuple[Value, ...] = ()
+        self.computed: tuple[GraphValue, ...] = ()
 
-    def slot(self, value: Value) -> int:
+    def slot(self, value: GraphValue) -> int:
         """Returns the slot of a value, a new one if it has none; a constant keeps its own."""
         if value not in self.slots:
             if self.vacant and value.constant is None:
@@ -361,7 +363,7 @@ class _ProgramWriter:
         if slots:
             self.instructions.append(Free(slots))
 
-    def _vacate(self, value: Value) -> None:
+    def _vacate(self, value: GraphValue) -> None:
         self.vacant.append(self.slots.pop(value))
 
     def send(self, messages) -> None:
@@ -387,7 +389,7 @@ class _ProgramWriter:
 # ---- how values are split ------------------------------------------------------------------------
 
 
-def assign(step: Step, graph: TaskGraph) -> dict[Value, Spec]:
+def assign(step: Step, graph: TaskGraph) -> dict[GraphValue, Spec]:
     """Decides how each value of a step is split; there is nothing to decide without axes.
 
     What may be split in any way (zeros, positions) is split as the first task that reads it wants,
@@ -427,11 +429,11 @@ class _Known:
         for value in self.values:
             self.add(value, value.spec if value.aval.shape else ())
 
-    def get(self, value: Value) -> Spec | None:
+    def get(self, value: GraphValue) -> Spec | None:
         """Returns the spec of a value; None while it may be split in any way."""
         return self._specs.get(value if value.memory is None else value.memory)
 
-    def add(self, value: Value, spec: Spec | None) -> None:
+    def add(self, value: GraphValue, spec: Spec | None) -> None:
         """Notes the spec of a value that may be split in any way so far."""
         if spec is not None and not value.begins:
             self._specs.setdefault(value if value.memory is None else value.memory, spec)

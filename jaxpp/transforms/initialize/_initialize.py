@@ -23,7 +23,7 @@ from jaxpp._specs import Spec, replicated, type_of
 from jaxpp.jaxprs import Atom, Aval, Eqn, Flow, Literal, Var
 from jaxpp.transforms._signature import describe, with_arrays
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, assign, lower
+from jaxpp.transforms.graph import Body, GraphTask, GraphValue, TaskGraph, assign, lower
 from jaxpp.transforms.stacked import Bounds, Slicer
 
 
@@ -137,14 +137,16 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
         for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
     )
     inside = step.inside and Inside(step.inside, {})
-    builder = _Builder(jaxpr, arguments, None if inside is None else [a.spec for a in made])
+    builder = _InitializerGraph(
+        jaxpr, arguments, None if inside is None else [a.spec for a in made]
+    )
     for rank, own in enumerate(reads):
         builder.add_rank(rank, sorted(own))
     whole, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
     return lower(whole, graph, assign(whole, graph))
 
 
-class _Builder:
+class _InitializerGraph:
     """Adds the operations of each rank to a graph, as tasks.
 
     Args:
@@ -170,7 +172,7 @@ class _Builder:
         #: The ranks that read each input, and those that make each output.
         self.readers: list[list[int]] = [[] for _ in self.given]
         self.makers: list[list[int]] = [[] for _ in self.made]
-        self.constants: dict[Hashable, Value] = {}
+        self.constants: dict[Hashable, GraphValue] = {}
         self.bodies: dict[Hashable, Body] = {}
         self.tasks: list[GraphTask] = []
 
@@ -179,22 +181,21 @@ class _Builder:
         used = [n in owned for n in range(len(self.made))]
         slim = _compat.eliminate_dead_code(self.jaxpr, used)
         slim = jaxprs.with_separate_outputs(slim, slim.jaxpr.invars)
-        split: Mapping[Var, Spec] = {}
         if self.specs is not None:
-            wanted = zip(slim.jaxpr.outvars, (self.specs[n] for n in owned), strict=True)
-            slim, split = with_split_outputs(slim, dict(wanted))
+            # A device makes an array whole, and takes its shard: operations on split arrays would
+            # round in another way.
+            pairs = zip(slim.jaxpr.outvars, owned, strict=True)
+            split = [v for v, n in pairs if self.specs[n] != replicated(len(v.aval.shape))]
+            slim = jaxprs.with_separate_outputs(slim, split)
         # So one computation takes the keys of any layer.
         eqns = list(map(jaxprs.with_start_operands, _output_by_output(slim)))
         read = jaxprs.operands_of(eqns)
         outputs = {v: self.made[n] for n, v in zip(owned, slim.jaxpr.outvars, strict=True)}
         values = dict(zip(slim.jaxpr.invars, self.given, strict=True))
-        before: tuple[Value, ...] = ()
+        before: tuple[GraphValue, ...] = ()
         for eqn in eqns:
             results = [v for v in eqn.outvars if v in read or v in outputs]
-            values |= {
-                v: outputs[v] if v in outputs else self._value(v.aval, split.get(v))
-                for v in results
-            }
+            values |= {v: outputs[v] if v in outputs else self._value(v.aval) for v in results}
             own = tuple(outputs[v] for v in results if v in outputs)
             self.tasks.append(
                 GraphTask(
@@ -223,12 +224,12 @@ class _Builder:
         )
         return TaskGraph(tuple(self.tasks), arguments, results, ((),) * num_ranks)
 
-    def _value(self, aval: Aval, spec: Spec | None = None, **what: Any) -> Value:
+    def _value(self, aval: Aval, spec: Spec | None = None, **what: Any) -> GraphValue:
         if self.specs is not None and spec is None:
             spec = replicated(len(aval.shape))
-        return Value(aval, "gathered", "initialize", spec=spec, **what)
+        return GraphValue(aval, "gathered", "initialize", spec=spec, **what)
 
-    def _constant(self, literal: Literal) -> Value:
+    def _constant(self, literal: Literal) -> GraphValue:
         value = jaxprs.copied_to_host(literal.val, literal.aval)
         key = str(literal.aval), np.asarray(value).tobytes()
         if key not in self.constants:
@@ -306,39 +307,3 @@ def _size_behind(atoms: Sequence[Atom], maker: Mapping[Var, Eqn]) -> int:
             seen.add(var)
             stack.extend(jaxprs.variables(maker[var].invars) if var in maker else [])
     return max((v.aval.size for v in seen), default=0)
-
-
-# ---- axes inside a rank --------------------------------------------------------------------------
-
-
-# Each device makes an array whole, and takes its shard of it: operations on split arrays would
-# round in another way.
-
-
-def with_split_outputs(
-    jaxpr: jex.ClosedJaxpr, wanted: Mapping[Var, Spec]
-) -> tuple[jex.ClosedJaxpr, dict[Var, Spec]]:
-    """Splits an initialiser's outputs, each when it is made.
-
-    Args:
-        jaxpr: the rank's part of the initialiser, in which each output has an equation of its own.
-        wanted: the spec of each output.
-
-    Returns:
-        The jaxpr, with copies where an output is not split from the start, and the spec of each of
-        its variables; those of its inputs are whole.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.broadcast_to(x, (4, 2)) * 3)(1.0)
-        >>> wanted = {jaxpr.jaxpr.outvars[0]: (("data",), ())}
-        >>> _, specs = with_split_outputs(jaxpr, wanted)
-        >>> [specs[v] for eqn in jaxpr.eqns for v in eqn.outvars]
-        [((), ()), ((), ())]
-    """
-    variables = [*jaxpr.jaxpr.invars, *jaxprs.results_of(jaxpr.eqns)]
-    specs = {v: replicated(len(v.aval.shape)) for v in variables}
-    outvars = jaxpr.jaxpr.outvars
-    split = jaxprs.with_separate_outputs(jaxpr, [v for v in outvars if specs[v] != wanted[v]])
-    specs.update((own, wanted[v]) for own, v in zip(split.jaxpr.outvars, outvars, strict=True))
-    return split, specs

@@ -40,13 +40,13 @@ def specs_of_leaves(
     """
     found: list[Spec | None] = []
 
-    def add(path: Any, own: Any, subtree: Any) -> None:
+    def add(path: Any, given: Any, subtree: Any) -> None:
         leaves = [(tuple([*path, *below]), x) for below, x in jtu.tree_leaves_with_path(subtree)]
         arrays = [(own_path, x) for own_path, x in leaves if hasattr(x, "shape")]
-        if _is_rules(own):
-            _check_rules(own, arrays, f"{what} for {jtu.keystr(path)}")
+        if _is_rules(given):
+            _check_rules(given, arrays, f"{what} for {jtu.keystr(path)}")
         for own_path, leaf in leaves:
-            wanted = _by_rules(own, own_path) if _is_rules(own) else own
+            wanted = _by_rules(given, own_path) if _is_rules(given) else given
             if wanted is None or not hasattr(leaf, "shape"):
                 found.append(None)
                 continue

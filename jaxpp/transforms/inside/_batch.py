@@ -29,7 +29,7 @@ from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.inside._assign import scattered
 from jaxpp.transforms.inside._automatic_axes import constraint, mapped, retype
 from jaxpp.transforms.inside._shardy import MaybeSpec, variable_specs
-from jaxpp.transforms.stages import call_merge, merge_of_call
+from jaxpp.transforms.stages import call_as, called_as
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
 #: How the values of two replicas are combined, and those of several devices, by a collective; None
@@ -45,7 +45,7 @@ def is_reduction(eqn: Eqn) -> bool:
 
     The derivative of such an equation, which has its name, does not.
     """
-    if merge_of_call(eqn) not in _COMBINE or not len(eqn.invars) == len(eqn.outvars) == 1:
+    if called_as(eqn, "merge_") not in _COMBINE or not len(eqn.invars) == len(eqn.outvars) == 1:
         return False
     return eqn.invars[0].aval.shape[1:] == eqn.outvars[0].aval.shape != eqn.invars[0].aval.shape
 
@@ -80,14 +80,14 @@ def on_rows(
     def local(*operands):
         rows = [x for x, own in zip(operands, has_rows, strict=True) if own]
 
-        def one(rows):
+        def of_replica(rows):
             rest = iter(rows)
             given = (next(rest) if r else x for x, r in zip(operands, has_rows, strict=True))
             return jaxprs.run(jaxpr, *given)
 
         if replicas == devices:
-            return [y[None] for y in one([jax.lax.squeeze(x, (0,)) for x in rows])]
-        return jax.lax.scan(lambda _, own: (None, one(own)), None, rows)[1]
+            return [y[None] for y in of_replica([jax.lax.squeeze(x, (0,)) for x in rows])]
+        return jax.lax.scan(lambda _, rows: (None, of_replica(rows)), None, rows)[1]
 
     if devices == 1 or inside is None:
         return local
@@ -197,21 +197,18 @@ def reduce_replicas(step: Step) -> Step:
         if not is_reduction(eqn) or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
             eqns.append(eqn)
             continue
-        how = str(merge_of_call(eqn))
+        how = str(called_as(eqn, "merge_"))
         (rows,), (total,) = jaxprs.variables(eqn.invars), eqn.outvars
         dimension = _scattered_dimension(how, rows, total, known, inside)
         key = how, dimension, rows.aval
         if key not in made:
             reduce = _reduction(how, inside.replicas, dimension)
-            (made[key],) = jax.make_jaxpr(functools.partial(_call, reduce, how))(rows.aval).eqns
+            call = functools.partial(call_as, f"merge_{how}", reduce)
+            (made[key],) = jax.make_jaxpr(lambda rows, call=call: call((rows,)))(rows.aval).eqns
         new = made[key]
         eqns.append(new.replace(invars=[rows], outvars=[total], source_info=eqn.source_info))
     jaxpr = _compat.with_equations(step.jaxpr, eqns, step.jaxpr.jaxpr.outvars)
     return dataclasses.replace(step, jaxpr=jaxpr)
-
-
-def _call(reduce: Callable[[jax.Array], jax.Array], how: str, rows: jax.Array) -> jax.Array:
-    return call_merge(reduce, how, (rows,))
 
 
 def _scattered_dimension(

@@ -25,7 +25,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
+class ArgumentLeaf:
     """A leaf of the arguments, its path, and what `in_axes` says of it.
 
     Args:
@@ -48,7 +48,7 @@ class Argument:
         """Whether each slice gets a part of it."""
         return isinstance(self.axis, int)
 
-    def whole_unless_array(self) -> "Argument":
+    def whole_unless_array(self) -> "ArgumentLeaf":
         """Returns the leaf itself if it is an array; another one is passed whole."""
         is_array = jaxprs.is_array(self.value)
         return self if is_array else dataclasses.replace(self, entry=Entry(None))
@@ -64,7 +64,7 @@ class Argument:
         return _specs.types_of(first, self.value)  # NumPy's int64 is an int32 to JAX
 
 
-def with_axes(in_axes: Any, args: tuple) -> list[Argument]:
+def with_axes(in_axes: Any, args: tuple) -> list[ArgumentLeaf]:
     """Returns the leaves of the arguments, with their entries of `in_axes`.
 
     A number of Python that is carried is an array.
@@ -74,7 +74,7 @@ def with_axes(in_axes: Any, args: tuple) -> list[Argument]:
     if any(e.axis == CARRY for e in entries):
         numbers = jtu.tree_leaves(with_arrays(args, ()))
     return [
-        Argument(number if e.axis == CARRY else x, jtu.keystr(path), e)
+        ArgumentLeaf(number if e.axis == CARRY else x, jtu.keystr(path), e)
         for e, (path, x), number in zip(entries, leaves, numbers, strict=True)
     ]
 
@@ -123,7 +123,7 @@ def broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool])
     return result
 
 
-def check_sizes(args: tuple, arguments: Sequence[Argument], count: int, replicas: int) -> None:
+def check_sizes(args: tuple, arguments: Sequence[ArgumentLeaf], count: int, replicas: int) -> None:
     """Checks the arrays to slice.
 
     Args:
@@ -141,7 +141,7 @@ def check_sizes(args: tuple, arguments: Sequence[Argument], count: int, replicas
         raise
 
 
-def _sliced_model(args: tuple, sliced: Sequence[Argument]) -> str:
+def _sliced_model(args: tuple, sliced: Sequence[ArgumentLeaf]) -> str:
     """Explains an error by a model that `in_axes` slices; empty where it slices none."""
     own = without_keywords(args)
     sizes: dict[int, set[Any]] = {n: set() for n in range(len(own))}
@@ -175,7 +175,7 @@ def _has_arrays(arg: Any) -> bool:
     return any(hasattr(leaf, "ndim") and leaf.ndim for leaf in jtu.tree_leaves(arg))
 
 
-def _check_sizes(sliced: Sequence[Argument], count: int, replicas: int) -> None:
+def _check_sizes(sliced: Sequence[ArgumentLeaf], count: int, replicas: int) -> None:
     """Checks the sizes of the arrays to slice."""
     sizes = {}
     slices = f"{count} microbatches"
@@ -219,7 +219,7 @@ def _check_sizes(sliced: Sequence[Argument], count: int, replicas: int) -> None:
         _check_entries(sliced, sizes, count, slices)
 
 
-def _check_entries(sliced: Sequence[Argument], sizes: dict, count: int, slices: str) -> None:
+def _check_entries(sliced: Sequence[ArgumentLeaf], sizes: dict, count: int, slices: str) -> None:
     """Checks that no entry of `in_axes` covers examples and an array of as many as microbatches."""
     examples = {a.entry.number for a in sliced if sizes[a.path] != count}
     for a in sliced:
@@ -240,7 +240,7 @@ def _is_key(x: Any) -> bool:
     return raw or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def note_on_keys(error: Exception, arguments: Sequence[Argument]) -> bool:
+def note_on_keys(error: Exception, arguments: Sequence[ArgumentLeaf]) -> bool:
     """Explains an error of a function whose slice of random keys is an array of one key.
 
     Returns:
@@ -257,7 +257,7 @@ def note_on_keys(error: Exception, arguments: Sequence[Argument]) -> bool:
     return False
 
 
-def note_on_slices(error: Exception, arguments: Sequence[Argument], count: int) -> None:
+def note_on_slices(error: Exception, arguments: Sequence[ArgumentLeaf], count: int) -> None:
     """Says what was sliced, where the function fails on a slice: it may be a parameter."""
     sliced = [a for a in arguments if a.is_sliced]
     shown = [f"args{a.path} {a.value.shape} by axis {a.axis}" for a in sliced[:4]]

@@ -42,7 +42,8 @@ def microbatch(
     each scalar mean or sum slice by slice, in the forward pass; `jax.jit` leaves out gradients that
     are not read. If you differentiate another output, as in a loss over the whole batch of "concat"
     outputs, all gradients take a second pass over the slices, forwards and backwards. A function
-    with a scalar mean or sum cannot be differentiated in forward mode; its gradient can.
+    with a scalar mean or sum, or a "max", cannot be differentiated in forward mode; its gradient
+    can.
 
     A state that each slice takes over from the slice before it (the running statistics of
     BatchNorm, a recurrent state, a random key) is `"carry"` in both `in_axes` and `reduce`: the

@@ -15,7 +15,7 @@ from jaxpp._messages import warn
 from jaxpp._specs import type_of
 from jaxpp.jaxprs import Atom, Eqn, Jaxpr, Var, primitives
 from jaxpp.transforms.microbatch import _reductions
-from jaxpp.transforms.microbatch._arguments import Argument, broadcast, is_none
+from jaxpp.transforms.microbatch._arguments import ArgumentLeaf, broadcast, is_none
 from jaxpp.transforms.microbatch._reductions import CARRY, Reduction
 
 
@@ -131,7 +131,7 @@ _OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def warn_of_averages(
-    traced: jaxprs.Traced, small: Sequence[Any], arguments: Sequence[Argument], count: int
+    traced: jaxprs.Traced, small: Sequence[Any], arguments: Sequence[ArgumentLeaf], count: int
 ) -> None:
     """Warns of outputs that the default reduction averages: entries of examples, and sums."""
     pairs = list(zip(small, arguments, strict=True))

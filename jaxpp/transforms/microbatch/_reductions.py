@@ -47,30 +47,20 @@ class Operator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A built-in operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
+    """An operator, built in or the user's, whose name is then `"custom"`.
 
-    `dtype` is the `accumulator_dtype` that gradients through it have.
+    `accepts` tells whether it takes a dtype, `sums` whether it adds. `dtype` is the
+    `accumulator_dtype` that gradients through it have. `merge` is that of a user's operator.
     """
 
     name: str
     init: Callable[[Any], Any]
     combine: Callable[[Any, Any], Any]
     finish: Callable[[Any, int], Any]
-    accepts: Callable[[Any], bool]
+    accepts: Callable[[Any], bool] = lambda dtype: True
     sums: bool = False
     dtype: Any = AUTO
-
-
-@dataclasses.dataclass(frozen=True)
-class Custom:
-    """An operator of the user's."""
-
-    init: Callable[[Any], Any]
-    combine: Callable[[Any, Any], Any]
-    finish: Callable[[Any, int], Any]
-    dtype: Any = AUTO
     merge: Callable[[Any, Any], Any] | None = None
-    name: str = "custom"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +85,7 @@ class Carry:
 
 
 #: What combines an output.
-Reduction = Fold | Custom | Collect | Carry
+Reduction = Fold | Collect | Carry
 
 
 def _zeros(x):
@@ -137,7 +127,7 @@ REDUCTIONS: dict[str, Fold | Collect | Carry] = {
     ),
     "sum": Fold("sum", _zeros, lambda acc, x: acc + x, lambda acc, m: acc, _is_number, sums=True),
     "max": Fold("max", _lowest, jnp.maximum, lambda acc, m: acc, _is_ordered),
-    "last": Fold("last", _zeros, lambda acc, x: x, lambda acc, m: acc, lambda d: True),
+    "last": Fold("last", _zeros, lambda acc, x: x, lambda acc, m: acc),
     "stack": Collect("stack", lambda stacked: stacked),
     "concat": Collect("concat", _concatenate),
     CARRY: Carry(CARRY),
@@ -152,7 +142,7 @@ def is_sum(operator: Reduction) -> bool:
 def is_chain(operator: Reduction) -> bool:
     """Tells whether the cotangents of microbatches depend on the values that were combined."""
     if isinstance(operator, Fold):
-        return operator.name == "max"
+        return operator.name in ("max", "custom")
     return not isinstance(operator, Collect)
 
 
@@ -270,7 +260,7 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
         def finish(acc: Any, num_microbatches: int) -> Any:
             return jax.tree.map(typed, reduce.finish(acc, num_microbatches))
 
-        return Custom(reduce.init, reduce.combine, finish, merge=merge)
+        return Fold("custom", reduce.init, reduce.combine, finish, merge=merge)
     raise ValueError(
         f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or "
         f"an object with init, combine and finish."
@@ -290,7 +280,7 @@ def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStru
         ValueError: if it is not known, or no such output is merged.
     """
     where = f"microbatch: output{path or ''} ({x.dtype}{list(x.shape)})"
-    if isinstance(operator, Custom) and operator.merge is None:
+    if isinstance(operator, Fold) and operator.name == "custom" and operator.merge is None:
         raise ValueError(
             f"{where} is combined by an object without merge(acc, other), so that it is not known "
             f"how the accumulators of two replicas become one; give it that method."

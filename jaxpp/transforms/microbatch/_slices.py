@@ -21,7 +21,7 @@ from jax.interpreters import ad
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp.transforms.microbatch import _reductions
 from jaxpp.transforms.microbatch._reductions import CARRY, Reduction, is_inexact
-from jaxpp.transforms.stages import call_merge, call_replica, keep_nothing
+from jaxpp.transforms.stages import call_as, keep_nothing
 
 
 def loop_over_slices(
@@ -44,7 +44,7 @@ def loop_over_slices(
         count: the number of slices.
         replicas: the number of replicas, each of which runs a loop over as many slices.
     """
-    loop = _Loop(jaxpr, roles, operators, count, replicas)
+    loop = _SliceLoop(jaxpr, roles, operators, count, replicas)
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not (loop.scalars or loop.chained or replicas > 1):
         return functools.partial(jaxprs.run_compiled, loop.recomputed)
@@ -95,7 +95,7 @@ def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class _SliceLoop:
     """A loop over slices, with the fields that `loop_over_slices` takes."""
 
     jaxpr: jex.ClosedJaxpr
@@ -283,11 +283,7 @@ class _Loop:
         def those(kind, outputs):
             return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
 
-        folds = {
-            i: op
-            for i, op in enumerate(operators)
-            if isinstance(op, _reductions.Fold | _reductions.Custom)
-        }
+        folds = {i: op for i, op in enumerate(operators) if isinstance(op, _reductions.Fold)}
 
         def step(state, one):
             accs, carried = state
@@ -308,10 +304,10 @@ class _Loop:
         if self.replicas == 1:
             accs, carried, stacked = loop(*slices)
         else:
-            accs, carried, stacked = _run_each(loop, slices, self.replicas)
+            accs, carried, stacked = _run_replicas(loop, slices, self.replicas)
             accs = list(map(_merged, folds.values(), accs))
             carried = list(map(_merged, those(_reductions.Carry, operators), carried))
-            stacked = list(map(_in_order, stacked))
+            stacked = [call_as("merge_slices", _in_order, (rows,)) for rows in stacked]
         accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
 
         def result(op: Reduction) -> Any:
@@ -342,7 +338,7 @@ def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) 
 # ---- replicas -----------------------------------------------------------------------------------
 
 
-def _run_each(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) -> Any:
+def _run_replicas(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) -> Any:
     """Runs a loop for each replica.
 
     Args:
@@ -354,11 +350,11 @@ def _run_each(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) ->
         What the loop gives, its arrays with a new first axis of a row for each replica.
     """
 
-    def one(_, own):
-        return None, call_replica(loop, own)
+    def replica(_, slices):
+        return None, call_as("replica", loop, slices)
 
     rows = [_by_replica(x, replicas) for x in slices]
-    return jax.lax.scan(one, None, rows, length=replicas)[1]
+    return jax.lax.scan(replica, None, rows, length=replicas)[1]
 
 
 def _by_replica(x: Any, replicas: int) -> Any:
@@ -376,20 +372,17 @@ def _merged(operator: Reduction, rows: Any) -> Any:
         operator: the operator that made the values.
         rows: a pytree of arrays; the first axis has a row for each replica.
     """
-    if isinstance(operator, _reductions.Custom):
-        return call_merge(functools.partial(_folded, operator.merge), "other", (rows,))
-    how = operator.merge if isinstance(operator, _reductions.Carry) else operator.name
-    if callable(how):
-        return call_merge(how, "other", (rows,))
-    if how == "last":
-        return call_merge(_last, "last", (rows,))
-    if how == "max":
-        return call_merge(_maximum, "max", (rows,))
-    total = call_merge(_sum, "sum", (rows,))
     is_carried = isinstance(operator, _reductions.Carry)
+    how: Any = operator.merge if is_carried else operator.name
+    if isinstance(operator, _reductions.Fold) and operator.merge:
+        how = functools.partial(_folded, operator.merge)
+    if callable(how):
+        return call_as("merge_other", how, (rows,))
+    name = how if how in _MERGES else "sum"
+    merged = call_as(f"merge_{name}", _MERGES[name], (rows,))
     if not is_carried or how != "mean":
-        return total
-    return _specs.as_weak_as(rows, (total / rows.shape[0]).astype(rows.dtype))
+        return merged
+    return _specs.as_weak_as(rows, (merged / rows.shape[0]).astype(rows.dtype))
 
 
 def _folded(combine: Any, rows: Any) -> Any:
@@ -399,19 +392,16 @@ def _folded(combine: Any, rows: Any) -> Any:
     return functools.reduce(combine, each)
 
 
-_sum, _maximum = (functools.partial(_folded, combine) for combine in (jnp.add, jnp.maximum))
-
-
-def _last(rows: Any) -> Any:
-    return rows[-1]
+#: How rows are combined, by name; each function is one, so that it is traced once for a type.
+_MERGES: dict[str, Callable[[Any], Any]] = {
+    "sum": functools.partial(_folded, jnp.add),
+    "max": functools.partial(_folded, jnp.maximum),
+    "last": lambda rows: rows[-1],
+}
 
 
 def _in_order(rows: Any) -> Any:
     """Puts the slices of all replicas, which have a row each, along one axis."""
-    return call_merge(_slices_in_order, "slices", (rows,))
-
-
-def _slices_in_order(rows: Any) -> Any:
     shape = (rows.shape[0] * rows.shape[1], *rows.shape[2:])
     split = _specs.in_type(rows)
     if split is not None:

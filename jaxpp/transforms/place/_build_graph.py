@@ -20,7 +20,7 @@ def build(step: Step) -> TaskGraph:
     Raises:
         ValueError: if its loops disagree on the stages or on their ranks.
     """
-    builder = _Builder(step)
+    builder = _StepGraph(step)
     for eqn in step.jaxpr.eqns:
         (builder.segment if is_segment(eqn) else builder.loop)(eqn)
     return builder.graph()
@@ -43,7 +43,7 @@ def _directions(eqns: Iterable[Eqn]) -> tuple[tuple[int, ...], ...]:
     return (tuple(range(max((n for _, n in calls), default=1))),)
 
 
-class _Builder:
+class _StepGraph:
     """Adds tasks in order."""
 
     def __init__(self, step: Step):

@@ -15,14 +15,14 @@ from jaxpp._specs import as_weak_as
 from jaxpp.jaxprs import Aval, Eqn, Literal, Var, primitives
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Inside
-from jaxpp.transforms.graph import Body, GraphTask, Value
+from jaxpp.transforms.graph import Body, GraphTask, GraphValue
 from jaxpp.transforms.inside import on_rows
 from jaxpp.transforms.place._values import Values, operands_of
 from jaxpp.transforms.tasks import ScheduledLoop, row_type, rows_type
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrays:
+class ArraysOfTask:
     """Which arrays of all microbatches the computation of a task takes.
 
     Its inputs are those of the task, with the arrays in place of slices; its constants; the number
@@ -56,7 +56,7 @@ class _LoopBody:
     """The body of a loop's task, with what it takes after the inputs of the task."""
 
     body: Body
-    constants: tuple[Value, ...]
+    constants: tuple[GraphValue, ...]
     is_indexed: bool
 
 
@@ -98,8 +98,8 @@ class LoopTasks:
         self.kept_in: dict[Any, Any] = dict(zip(loop.carry_outs, loop.carries, strict=True))
         self.kept_in.update((v, v) for v in loop.ys)
         self.shared = self._operands_of(eqn)
-        self.sent: dict[tuple[int, Var], Value] = {}
-        self.own: dict[tuple[int, int], dict[Var, Value]] = {}
+        self.sent: dict[tuple[int, Var], GraphValue] = {}
+        self.own: dict[tuple[int, int], dict[Var, GraphValue]] = {}
         self.offloaded: dict[tuple[int, int], dict[Var, None]] = {}
         self.kept_alone = functools.cache(self._kept_alone)
         self.later = _kinds_after_offload(self.order)
@@ -114,7 +114,7 @@ class LoopTasks:
             elif (task.kind, task.stage) in self.equations:
                 yield self._computed(task)
 
-    def _operands_of(self, eqn: Eqn) -> dict[tuple[Var, int], Value]:
+    def _operands_of(self, eqn: Eqn) -> dict[tuple[Var, int], GraphValue]:
         """Finds the values of a loop's operands, and of the buffers of its results.
 
         Nothing reads the first value of a carry that has none.
@@ -144,7 +144,7 @@ class LoopTasks:
         ]
         return self._task(task, own.body, inputs, outputs)
 
-    def _read(self, variables: Iterable[Var], task: Task) -> list[Value]:
+    def _read(self, variables: Iterable[Var], task: Task) -> list[GraphValue]:
         """Returns the values of variables that a task reads."""
         mb, direction = self._microbatch(task), self._direction(task)
         own = self.own.get((mb, task.stage), {})
@@ -152,17 +152,19 @@ class LoopTasks:
             own.get(v) or self.sent.get((mb, v)) or self.shared[v, direction] for v in variables
         ]
 
-    def _send(self, v: Var, task: Task) -> Value:
+    def _send(self, v: Var, task: Task) -> GraphValue:
         """Makes a value that others of the microbatch read; what `R` makes, those of its stage."""
         replicas, mb = self.loop.replicas, self._microbatch(task)
-        value = Value(rows_type(v.aval, replicas) if replicas > 1 else v.aval, "edge", str(task))
+        value = GraphValue(
+            rows_type(v.aval, replicas) if replicas > 1 else v.aval, "edge", str(task)
+        )
         if task.kind is Kind.R:
             self.own.setdefault((mb, task.stage), {})[v] = value
         else:
             self.sent[mb, v] = value
         return value
 
-    def _update(self, v: Var, task: Task) -> Value:
+    def _update(self, v: Var, task: Task) -> GraphValue:
         """Makes the next value of an accumulator, or of the buffer of a result."""
         kept, direction = self.kept_in[v], self._direction(task)
         kind = "gathered" if kept is v else "gradient"
@@ -187,7 +189,7 @@ class LoopTasks:
             space = jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device
             made = jax.make_jaxpr(lambda *xs: [jax.device_put(x, space) for x in xs])
             body = self.all_bodies[key] = Body(f"{task.kind}{stage}", made(*key[2]), ())
-        outputs = [Value(aval, "edge", str(task)) for aval in body.jaxpr.out_avals]
+        outputs = [GraphValue(aval, "edge", str(task)) for aval in body.jaxpr.out_avals]
         own |= zip(moved, outputs, strict=True)
         yield self._task(task, body, inputs, outputs)
 
@@ -210,7 +212,7 @@ class LoopTasks:
         return [v for v, (alone, wanted) in found.items() if alone and wanted]
 
     def _task(
-        self, task: Task, body: Body, inputs: Sequence[Value], outputs: Sequence[Value]
+        self, task: Task, body: Body, inputs: Sequence[GraphValue], outputs: Sequence[GraphValue]
     ) -> GraphTask:
         number = self.loop.stage_number(task.stage, self._direction(task))
         own, beside = (
@@ -243,7 +245,7 @@ class LoopTasks:
         values = tuple(map(self.values.operand, constants))
         return _LoopBody(body, values, arrays.is_indexed)
 
-    def _arrays(self, task: Eqn) -> Arrays:
+    def _arrays(self, task: Eqn) -> ArraysOfTask:
         """Finds the arrays of all microbatches that a task takes."""
         loop, replicas = self.loop, self.loop.replicas
         consts, slices, buffered = {*loop.consts}, {*loop.xs}, {*loop.ys}
@@ -253,7 +255,7 @@ class LoopTasks:
             whole = (self.shared[v, 0].aval if v in of_all else None for v in variables)
             return tuple(a and (row_type(a) if replicas > 1 else a) for a in whole)
 
-        return Arrays(
+        return ArraysOfTask(
             types(task.invars, slices),
             tuple(i for i, v in enumerate(task.invars) if v in taken),
             types(task.outvars, buffered),
@@ -293,7 +295,7 @@ def _kinds_after_offload(order: Sequence[Task]) -> dict[Task, frozenset[Kind]]:
 
 
 def computation(
-    jaxpr: jex.ClosedJaxpr, arrays: Arrays, inside: Inside | None
+    jaxpr: jex.ClosedJaxpr, arrays: ArraysOfTask, inside: Inside | None
 ) -> tuple[jex.ClosedJaxpr, tuple[int, ...]]:
     """Makes the computation of a task, and the numbers of the inputs whose memory outputs take.
 
@@ -333,7 +335,7 @@ def _write(y, index, buffer):
 
 
 def _on_rows(
-    jaxpr: jex.ClosedJaxpr, has_rows: Sequence[bool], arrays: Arrays, inside: Inside | None
+    jaxpr: jex.ClosedJaxpr, has_rows: Sequence[bool], arrays: ArraysOfTask, inside: Inside | None
 ) -> jex.ClosedJaxpr:
     """Makes the computation of all replicas of that of one."""
     run = on_rows(jaxpr, has_rows, arrays.replicas, inside)

@@ -27,19 +27,17 @@ from jaxpp.transforms.initialize import (
 class HasPrograms:
     """A step that has the programs of its ranks, in its `bundle`."""
 
-    bundle: Bundle
-
     @property
-    def programs(self) -> tuple[Program, ...]:
+    def programs(self: Any) -> tuple[Program, ...]:
         """The program of each rank; of a placed function, those of its last call."""
         return self.bundle.programs
 
-    def as_text(self) -> str:
+    def as_text(self: Any) -> str:
         """Writes the programs as text, one instruction a line."""
         return self.bundle.as_text()
 
     @functools.cached_property
-    def flops(self) -> tuple[float, ...]:
+    def flops(self: Any) -> tuple[float, ...]:
         """The model FLOPs of a step: floating-point operations of each rank, on all its devices.
 
         Their sum is that of the step. They are those of products of matrices (2mkn for an m x k by

@@ -17,19 +17,10 @@ import jax.extend.core as jex
 
 from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Atom, Eqn, Flow, Var, primitives, union
+from jaxpp.transforms import stacked
 from jaxpp.transforms._step import Fact, Guard, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
-from jaxpp.transforms.stacked import (
-    Bounds,
-    Classes,
-    Slicer,
-    concatenation_intervals,
-    in_parts,
-    part_vars,
-    slice_interval,
-    takes_some_rows,
-)
 from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
 
 
@@ -40,8 +31,8 @@ def distribute(step: Step) -> Step:
         return step.with_guards(jaxpr, guards)
     invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     cuts = [None if jaxprs.is_literal(v) else bounds.get(v) for v in outvars]
-    given = {v: part_vars(v, bounds[v]) for v in invars if v in bounds}
-    slicer = in_parts(jaxpr.eqns, bounds, given)
+    given = {v: stacked.part_vars(v, bounds[v]) for v in invars if v in bounds}
+    slicer = stacked.in_parts(jaxpr.eqns, bounds, given)
     ins = list(itertools.chain(*(given.get(v, [v]) for v in invars)))
     outs = slicer.outputs(outvars, cuts)
     split = _compat.make_closed_jaxpr(ins, outs, slicer.eqns)
@@ -67,7 +58,7 @@ def distribute(step: Step) -> Step:
     return done.with_guards(split, _guards(slicer, guards))
 
 
-def _guards(slicer: Slicer, guards: Mapping[Var, Guard]) -> dict[Var, Guard]:
+def _guards(slicer: stacked.Slicer, guards: Mapping[Var, Guard]) -> dict[Var, Guard]:
     """Returns the guards of the equations that are in the place of such as have guards.
 
     Those beside them, as slices and combinations, have none, for others may read their results.
@@ -81,7 +72,9 @@ def _guards(slicer: Slicer, guards: Mapping[Var, Guard]) -> dict[Var, Guard]:
     return found
 
 
-def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Atom]) -> list:
+def _in_parts(
+    records: Sequence[Any], cuts: Sequence[stacked.Bounds | None], parts: Sequence[Atom]
+) -> list:
     """Makes a record for each part of arguments, or of results."""
     rest = iter(parts)
     found = []
@@ -95,7 +88,7 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Slices arrays that the step closes over right away, so that no rank gets their other rows."""
 
     def rule(eqn):
-        if not takes_some_rows(eqn) or not jaxprs.is_literal(eqn.invars[0]):
+        if not stacked.takes_some_rows(eqn) or not jaxprs.is_literal(eqn.invars[0]):
             return None
         value = eqn.primitive.bind(jaxprs.literal_array(eqn.invars[0]), **eqn.params)
         return [], [jaxprs.literal(value, eqn.outvars[0].aval)]
@@ -103,7 +96,7 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return jaxprs.rewrite(jaxpr, rule)
 
 
-def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, Guard]]:
+def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, stacked.Bounds], dict[Var, Guard]]:
     """Chooses where variables are cut, and opens what holds equations over such variables."""
     jaxpr, guards = _slice_literals(step.jaxpr), step.guards
     # An argument that ranks load themselves is loaded whole.
@@ -138,12 +131,12 @@ def _solution(systems: set[Var], eqn: Eqn) -> jaxprs.Replacement | None:
 
 def _bounds(
     jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int], whole: Sequence[int]
-) -> dict[Var, Bounds]:
+) -> dict[Var, stacked.Bounds]:
     eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
-    if not any(takes_some_rows(e) or concatenation_intervals(e) for e in eqns):
+    if not any(stacked.takes_some_rows(e) or stacked.concatenation_intervals(e) for e in eqns):
         return {}  # no stage has rows of an array
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
-    classes = Classes(eqns, tied)
+    classes = stacked.Classes(eqns, tied)
     stay = {classes.of(invars[n]) for n in whole}
     variables = [*invars, *jaxprs.results_of(eqns)]
     return classes.bounds(_used(eqns), [v for v in variables if classes.of(v) not in stay])
@@ -154,10 +147,10 @@ def _used(eqns: Sequence[Eqn]) -> Iterator[tuple[Var, tuple[int, int], frozenset
     flow = Flow(eqns)
     readers, makers = _readers(flow), _makers(flow)
     for eqn in eqns:
-        if takes_some_rows(eqn) and (interval := slice_interval(eqn)):
+        if stacked.takes_some_rows(eqn) and (interval := stacked.slice_interval(eqn)):
             if not jaxprs.is_literal(eqn.invars[0]) and eqn.outvars[0] in readers:
                 yield eqn.invars[0], interval, readers[eqn.outvars[0]]
-        elif (intervals := concatenation_intervals(eqn)) and all(
+        elif (intervals := stacked.concatenation_intervals(eqn)) and all(
             v in makers for v in jaxprs.variables(eqn.invars)
         ):
             for v, own in zip(eqn.invars, intervals, strict=True):

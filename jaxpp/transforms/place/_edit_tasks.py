@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import P, R
-from jaxpp.transforms.graph import GraphTask, TaskGraph, Value
+from jaxpp.transforms.graph import GraphTask, GraphValue, TaskGraph
 from jaxpp.transforms.place._place import Placed
 
 
@@ -54,8 +54,8 @@ def _checked(rule: Callable[[TaskGraph], TaskGraph], graph: TaskGraph) -> TaskGr
     new = rule(graph)
     if not isinstance(new, TaskGraph):
         raise ValueError(f"{who} gave {new!r}; a rule gives the graph, edited or not.")
-    made: set[Value] = {value for value, _ in new.arguments}
-    taken: dict[tuple[int, Value], GraphTask] = {}
+    made: set[GraphValue] = {value for value, _ in new.arguments}
+    taken: dict[tuple[int, GraphValue], GraphTask] = {}
     for task in new.tasks:
         for value in task.inputs:
             if value not in made and value.constant is None:
@@ -86,6 +86,6 @@ def _is_ordered(task: GraphTask) -> bool:
     return any(map(_compat.is_ordered, task.body.jaxpr.eqns))
 
 
-def _identity(task: GraphTask) -> tuple[int, Sequence[Value], Sequence[Value]]:
+def _identity(task: GraphTask) -> tuple[int, Sequence[GraphValue], Sequence[GraphValue]]:
     """Returns the rank, inputs and outputs of a task, which stay when it is renamed."""
     return task.rank, task.inputs, task.outputs

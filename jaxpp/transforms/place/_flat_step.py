@@ -96,7 +96,7 @@ def unused_mark(jaxpr: jex.ClosedJaxpr) -> Eqn | None:
     return None if any(jaxprs.contains(e, look) for e in jaxpr.eqns) or not marks else marks[0]
 
 
-def own_results(step: Step) -> Step:
+def separate_results(step: Step) -> Step:
     """Gives each result its own memory: copies a result that is a literal, an argument or another.
 
     A donated argument that is itself a result is not copied, and is donated no more.
@@ -127,7 +127,7 @@ def skip_carries(step: Step) -> Step:
         v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()
     }
     # An operand may be a number, or an argument.
-    return own_results(step.with_guards(jaxpr, guards))
+    return separate_results(step.with_guards(jaxpr, guards))
 
 
 def find_roles(step: Step) -> Step:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxpp import _compat
 from jaxpp.schedules.simulator import join
-from jaxpp.transforms.graph import GraphTask, TaskGraph, Value
+from jaxpp.transforms.graph import GraphTask, GraphValue, TaskGraph
 
 
 def join_loops(graph: TaskGraph) -> TaskGraph:
@@ -42,8 +42,8 @@ def join_loops(graph: TaskGraph) -> TaskGraph:
 
 def _behind(tasks: Sequence[GraphTask]) -> list[list[int]]:
     """Finds for each task those that come before it in any order."""
-    made: dict[Value, dict[int, int]] = {}
-    read: dict[tuple[int, Value], list[int]] = {}
+    made: dict[GraphValue, dict[int, int]] = {}
+    read: dict[tuple[int, GraphValue], list[int]] = {}
     for n, task in enumerate(tasks):
         for value in task.outputs:
             made.setdefault(value, {})[task.rank] = n
@@ -68,8 +68,8 @@ def _behind(tasks: Sequence[GraphTask]) -> list[list[int]]:
 def _changes(tasks: Sequence[GraphTask], rank: int) -> dict[int, int]:
     """Finds by how many bytes each task of a rank's loops changes the activations that it holds."""
     own = [n for n, task in enumerate(tasks) if task.task and task.rank == rank]
-    first: dict[Value, int] = {}
-    last: dict[Value, int] = {}
+    first: dict[GraphValue, int] = {}
+    last: dict[GraphValue, int] = {}
     for n in own:
         for value in (*tasks[n].inputs, *tasks[n].outputs):
             if value.kind == "edge":

@@ -78,7 +78,7 @@ PASSES: tuple[Callable[[Step], Step], ...] = (
     _distribute.distribute,
     _flat_step.find_roles,
     split_state,
-    _flat_step.own_results,
+    _flat_step.separate_results,
     split_examples,
     reduce_replicas,
     _conditionals.open_spanning,

@@ -122,9 +122,15 @@ class _Outliner:
     def _loops_needed(self) -> dict[int, int]:
         """Finds how many loops have run when the first segment that needs an equation can run.
 
-        So the updates after two loops are two segments, and each has all that it computes.
+        So the updates after two loops are two segments, and each has all that it computes. A loop
+        that reads what the loop before it makes cannot overlap with it, and counts with it as one.
         """
-        number = {i: n for n, i in enumerate(self.flow.loops, 1)}
+        number, last = dict[int, int](), 0
+        for before, i in zip([None, *self.flow.loops], self.flow.loops, strict=False):
+            made = () if before is None else self.flow.eqns[before].outvars
+            reached = jaxprs.descendants(self.flow.eqns[:i], made)
+            last += reached.isdisjoint(jaxprs.variables(self.flow.eqns[i].invars))
+            number[i] = last
         needed: dict[int, int] = {}
 
         def last_behind(i: int, near: list[int]) -> int:

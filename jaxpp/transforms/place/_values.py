@@ -9,7 +9,7 @@ from jaxpp._program import Argument
 from jaxpp._specs import Spec, replicated
 from jaxpp.jaxprs import Atom, Eqn, Literal, Var
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.graph import Value
+from jaxpp.transforms.graph import GraphValue
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
@@ -23,8 +23,8 @@ class Values:
     def __init__(self, step: Step):
         inside = step.jaxpr.jaxpr
         self.inside = step.inside
-        self.current: dict[Var, Value] = {}
-        self._constants: dict[Hashable, Value] = {}
+        self.current: dict[Var, GraphValue] = {}
+        self._constants: dict[Hashable, GraphValue] = {}
         #: For each variable that is sent to be put together with others, the reason.
         self._why_gathered = {
             v: why
@@ -49,7 +49,7 @@ class Values:
         name: str,
         memory: Hashable = None,
         argument: Argument | None = None,
-    ) -> Value:
+    ) -> GraphValue:
         """Makes the value that a variable has from now on.
 
         Args:
@@ -63,7 +63,7 @@ class Values:
             kind, name = "gathered", f"{name} {why}"
         begins = memory is None and var in self._begun
         spec = argument.spec if argument and self.inside else None
-        self.current[var] = value = Value(
+        self.current[var] = value = GraphValue(
             var.aval,
             "scalar" if var.aval.size == 1 else kind,
             name,
@@ -74,11 +74,11 @@ class Values:
         )
         return value
 
-    def operand(self, atom: Atom) -> Value:
+    def operand(self, atom: Atom) -> GraphValue:
         """Returns the value of an atom; that of a literal is a constant."""
         return self._constant(atom) if jaxprs.is_literal(atom) else self.current[atom]
 
-    def _constant(self, literal: Literal) -> Value:
+    def _constant(self, literal: Literal) -> GraphValue:
         """Returns the value of an array, which is known by its identity, or of a number."""
         aval = literal.aval
         if jaxprs.is_array_literal(literal):
@@ -87,7 +87,7 @@ class Values:
             key = aval.dtype.name, np.asarray(literal.val, aval.dtype).tobytes()
         if key not in self._constants:
             spec = replicated(len(aval.shape)) if self.inside else None
-            self._constants[key] = Value(
+            self._constants[key] = GraphValue(
                 aval,
                 "gathered",
                 "constant",

@@ -101,7 +101,7 @@ def _contracts(eqn: Eqn) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class _CarryingLoop:
     """A `scan` or a `while`.
 
     Args:
@@ -117,7 +117,7 @@ class _Loop:
     jaxprs: Mapping[str, jex.ClosedJaxpr]
 
     @classmethod
-    def of(cls, eqn: Eqn) -> "_Loop":
+    def of(cls, eqn: Eqn) -> "_CarryingLoop":
         operands = range(len(eqn.invars))
         if eqn.primitive.name == "scan":
             num_consts, num_carry = _compat.scan_parts(eqn)
@@ -182,7 +182,7 @@ def _carried_rows(eqn: Eqn) -> Rows | None:
     """Makes the rule of a loop whose body treats each row of what it carries apart."""
     if not any(_rows.num_rows(v) > 1 for v in eqn.outvars):
         return None
-    loop = _Loop.of(eqn)
+    loop = _CarryingLoop.of(eqn)
     operands = [loop.inputs(n) for n in range(len(eqn.invars))]
     pairs = [(v, after) for before, after in loop.carried() for v in before]
     classes = Classes(loop.eqns, [*pairs, *((own[0], v) for own in operands for v in own[1:])])
@@ -235,7 +235,7 @@ def rows_used(eqns: Sequence[tuple[Eqn, int | None]], classes: Classes) -> list[
         eqns: equations, each with its stage, or None.
         classes: the classes of their variables.
     """
-    used = list(_made(eqns))
+    used = list(_rows_made(eqns))
     made = {classes.of(v) for v, *_ in used}
     for eqn, stage in eqns:
         if stage is not None and _rows.takes_some_rows(eqn):
@@ -245,7 +245,7 @@ def rows_used(eqns: Sequence[tuple[Eqn, int | None]], classes: Classes) -> list[
     return used
 
 
-def _made(eqns: Iterable[tuple[Eqn, int | None]]) -> Iterator[Used]:
+def _rows_made(eqns: Iterable[tuple[Eqn, int | None]]) -> Iterator[Used]:
     """Yields arrays, rows of them that a stage makes, and the stage.
 
     A stage pads its rows of a gradient with zeros. Of what layers hand on to the next microbatch,

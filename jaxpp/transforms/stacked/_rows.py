@@ -40,20 +40,20 @@ class Rows:
         """Returns those operands that have the rows."""
         return list(itertools.compress(operands, self.operands))
 
-    def made(self, results: Sequence[Var]) -> list[tuple[Var, bool]]:
+    def results_with_rows(self, results: Sequence[Var]) -> list[tuple[Var, bool]]:
         """Returns the results, each with whether it has the rows."""
         flags = self.results or (self.combine is None,) * len(results)
         return list(zip(results, flags, strict=True))
 
     def members(self, eqn: Eqn) -> list[Var]:
         """Returns the variables of the equation that have the rows."""
-        made = [v for v, has_rows in self.made(eqn.outvars) if has_rows]
+        made = [v for v, has_rows in self.results_with_rows(eqn.outvars) if has_rows]
         return jaxprs.variables([*self.having(eqn.invars), *made])
 
 
 def of_rows(eqn: Eqn, rule: Rows, operands: Sequence[Atom], rows: int) -> Eqn:
     """Makes the equation for some rows of its results, from operands that have these rows."""
-    made = rule.made(eqn.outvars)
+    made = rule.results_with_rows(eqn.outvars)
     outvars = [rows_var(v, rows) if has_rows else jaxprs.fresh_var(v) for v, has_rows in made]
     params = eqn.params if rule.params is None else rule.params(rows)
     return eqn.replace(invars=list(operands), outvars=outvars, params=params)

@@ -147,7 +147,7 @@ class Slicer:
         if _rows.takes_some_rows(eqn):
             return self._of_slice(eqn, low, high)
         rule = rule_of(eqn) if var in self._bounds else row_by_row(eqn)
-        if rule is not None and (var, True) in rule.made(eqn.outvars):
+        if rule is not None and (var, True) in rule.results_with_rows(eqn.outvars):
             return self._row_by_row(eqn, rule, var, low, high)
         if var in self._bounds and var in scanned(eqn):
             self._split_scan(eqn)
@@ -241,7 +241,7 @@ class Slicer:
 
     def _row_by_row(self, eqn: Eqn, rule: Rows, var: Var, low: int, high: int) -> Atom:
         operands = self._operands(eqn, rule, low, high)
-        made = rule.made(eqn.outvars)
+        made = rule.results_with_rows(eqn.outvars)
         if (known := self._without_zeros(eqn, rule, operands, high - low)) is not None:
             self._known.update(((v, low, high), x) for (v, _), x in zip(made, known, strict=True))
             return self._known[var, low, high]

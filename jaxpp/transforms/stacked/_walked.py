@@ -5,8 +5,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.extend.core as jex
@@ -30,18 +29,14 @@ def walked_as_xs(
         the program, and those of its scans that take rows so.
     """
     walking: list[Eqn] = []
-    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
     def rule(eqn: Eqn) -> jaxprs.Replacement | None:
-        if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
-            return None
-        walk = _Walk.of(eqn, maker)
-        for own in (walk, walk.mirrored()):
-            taken = own.rows() if own is not None else {}
-            taken = {v: rows for v, rows in taken.items() if is_stack(eqn.invars[rows[0]])}
-            if own is not None and taken:
-                walking.append(eqn)
-                return own.over(taken)
+        if eqn.primitive.name == "scan" and eqn.params["length"] > 1:
+            walk = _Walk.of(eqn, jaxpr.eqns, is_stack)
+            for way in (walk, walk.mirrored()):
+                if way is not None and (taken := way.rows()):
+                    walking.append(eqn)
+                    return way.over(taken)
         return None
 
     return jaxprs.rewrite(jaxpr, rule), walking
@@ -54,34 +49,55 @@ class _Walk:
     Args:
         eqn: the scan.
         body: its body, in which the calls are open that may take rows.
+        takers: the equations of the body that take a row of a stack, each with the stack's number.
         values: the numbers that are known in the body, each with its values in all iterations, in
             the order of the rows that these read.
+        ends: what carried numbers are after the last iteration.
     """
 
     eqn: Eqn
     body: jex.ClosedJaxpr
+    takers: Sequence[tuple[Eqn, int]]
     values: Mapping[Var, np.ndarray]
+    ends: Mapping[Var, np.ndarray]
 
     @classmethod
-    def of(cls, eqn: Eqn, maker: Mapping[Var, Eqn]) -> "_Walk":
+    def of(cls, eqn: Eqn, eqns: Sequence[Eqn], is_stack: Callable[[Atom], bool]) -> "_Walk":
         body = jaxprs.bind_constants(*jaxprs.without_constants(eqn.params["jaxpr"]))
         body = jaxprs.inline(body, _may_take_rows)
         num_consts, num_carry = _compat.scan_parts(eqn)
-        steps = np.arange(eqn.params["length"])
-        steps = steps[::-1] if eqn.params["reverse"] else steps
-        values: dict[Var, np.ndarray] = {}
-        given = list(zip(eqn.invars, body.jaxpr.invars, strict=True))
-        for first, v in given[num_consts + num_carry :]:
-            if (numbers := _numbers(first, maker)) is not None:
-                values[v] = numbers
-        afters = zip(given[num_consts:], body.jaxpr.outvars[:num_carry], strict=False)
-        for (first, v), after in afters:
-            step = _step(body.eqns, v, after)
-            if step is not None and jaxprs.is_literal(first):
-                values[v] = np.asarray(first.val + step * steps, v.aval.dtype)
-        for inner in body.eqns:
-            values.update(_computed(inner, values, len(steps)))
-        return cls(eqn, body, values)
+        invars = body.jaxpr.invars
+        stacks = {v: n for n, v in enumerate(invars[:num_consts]) if is_stack(eqn.invars[n])}
+        takers = [(e, stacks[e.invars[0]]) for e in body.eqns if _takes_row(e, stacks)]
+        if not takers:
+            return cls(eqn, body, (), {}, {})
+        given = zip(invars[num_consts:], eqn.invars[num_consts:], strict=True)
+        first = {v: x for v, atom in given if (x := _numbers(atom, eqns)) is not None}
+        after = dict(zip(invars[num_consts:], body.jaxpr.outvars[:num_carry], strict=False))
+
+        def is_known(atom: Atom) -> bool:
+            return first.keys() >= set(_part(body.eqns, [atom]).inputs)
+
+        while unknown := [v for v in first if v in after and not is_known(after[v])]:
+            first = {v: x for v, x in first.items() if v not in unknown}
+        carries, xs = [v for v in first if v in after], [v for v in first if v not in after]
+        indices = [e.invars[1] for e, _ in takers if is_known(e.invars[1])]
+        part = _part(body.eqns, [*(after[v] for v in carries), *indices])
+
+        def step(carry, x):
+            known = dict(zip([*carries, *xs], [*carry, *x], strict=True))
+            made = jaxprs.run(part.jaxpr, *(known[v] for v in part.inputs))
+            ends = [y.astype(v.aval.dtype) for y, v in zip(made, carries, strict=False)]
+            return ends, [*carry, *made[len(carries) :]]
+
+        params = {k: eqn.params[k] for k in ("length", "reverse")}
+        with jax.ensure_compile_time_eval():
+            starts = [jnp.asarray(first[v]) for v in carries]
+            ends, made = jax.lax.scan(step, starts, [first[v] for v in xs], **params)
+        values = dict(zip([*carries, *indices], map(np.asarray, made), strict=True))
+        values |= {v: first[v] for v in xs}
+        last = dict(zip(carries, map(np.asarray, ends), strict=True))
+        return cls(eqn, body, takers, values, last)
 
     def mirrored(self) -> "_Walk | None":
         """Returns the walk with the rows of xs in the opposite order; None if it has others."""
@@ -99,20 +115,14 @@ class _Walk:
         Returns:
             for each such variable the number of the constant, and the row of the first iteration.
         """
-        num_consts, _ = _compat.scan_parts(self.eqn)
-        consts = {v: n for n, v in enumerate(self.body.jaxpr.invars[:num_consts])}
         found = {}
-        for eqn in self.body.eqns:
-            for index in jaxprs.variables(_row_taken(eqn)):
-                stack, numbers = eqn.invars[0], self.values.get(index, np.zeros(1))
-                start = int(numbers.flat[0])
-                in_order = np.array_equal(numbers, start + np.arange(self.eqn.params["length"]))
-                if (
-                    stack in consts
-                    and in_order
-                    and 0 <= start <= stack.aval.shape[0] - len(numbers)
-                ):
-                    found[eqn.outvars[0]] = consts[stack], start
+        for eqn, stack in self.takers:
+            (index,) = jaxprs.variables(eqn.invars[1:2])
+            if (numbers := self.values.get(index)) is not None:
+                start, length = int(numbers.flat[0]), len(numbers)
+                in_order = np.array_equal(numbers.ravel(), start + np.arange(length))
+                if in_order and 0 <= start <= eqn.invars[0].aval.shape[0] - length:
+                    found[eqn.outvars[0]] = stack, start
         return found
 
     def over(self, taken: Mapping[Var, tuple[int, int]]) -> jaxprs.Replacement:
@@ -168,15 +178,10 @@ class _Walk:
         eqns, results = jaxprs.record(run, self.eqn.invars, self.eqn)
         rest = iter(results)
         ends = [
-            self._end(v) if v in self.values else next(rest)
+            jaxprs.literal(self.ends[v], v.aval) if v in self.ends else next(rest)
             for v in inside[num_consts:][:num_carry]
         ]
         return eqns, [*ends, *rest]
-
-    def _end(self, count: Var) -> Atom:
-        """Returns what a number is after the last iteration."""
-        values = self.values[count][:: -1 if self.eqn.params["reverse"] else 1]
-        return jaxprs.literal(2 * values[-1] - values[-2], count.aval)
 
 
 def _may_take_rows(eqn: Eqn) -> bool:
@@ -186,70 +191,30 @@ def _may_take_rows(eqn: Eqn) -> bool:
     return jaxprs.contains(eqn, lambda e: e.primitive.name in ("dynamic_slice", "gather"))
 
 
-def _evaluated(eqn: Eqn, operands: list[Any]) -> Any:
+def _part(eqns: Sequence[Eqn], atoms: Sequence[Atom]) -> jaxprs.Part:
+    """Makes a jaxpr of what atoms are computed from, without effects."""
+    return jaxprs.part(jaxprs.needed([e for e in eqns if not e.effects], atoms), atoms)
+
+
+def _numbers(array: Atom, eqns: Sequence[Eqn]) -> np.ndarray | None:
+    """Returns the values of whole numbers, or truth values, if no argument has a part in them."""
+    if not any(jnp.issubdtype(array.aval.dtype, kind) for kind in (jnp.integer, jnp.bool_)):
+        return None
+    part = _part(eqns, [array])
     with jax.ensure_compile_time_eval():
-        return np.asarray(eqn.primitive.bind(*map(jnp.asarray, operands), **eqn.params))
+        return None if part.inputs else np.asarray(jaxprs.run(part.jaxpr)[0], array.aval.dtype)
 
 
-def _numbers(array: Atom, maker: Mapping[Var, Eqn]) -> np.ndarray | None:
-    """Returns the values of an array of numbers, if no argument has a part in them."""
-    if not _is_count(array):
-        return None
-    if jaxprs.is_literal(array):
-        return np.asarray(array.val)
-    eqn = maker.get(array)
-    if eqn is None or len(eqn.outvars) > 1:
-        return None
-    if eqn.primitive.name not in primitives.ELEMENTWISE | {"iota", "broadcast_in_dim"}:
-        return None
-    operands = [_numbers(x, maker) for x in eqn.invars]
-    return None if any(x is None for x in operands) else _evaluated(eqn, operands)
-
-
-def _step(eqns: list[Eqn], count: Var, after: Atom) -> int | None:
-    """Returns what a carried number grows by in each iteration; None if it does not count."""
-    for eqn in eqns:
-        if after in eqn.outvars and eqn.primitive.name == "add" and count in eqn.invars:
-            for step in eqn.invars:
-                if jaxprs.is_literal(step) and count.aval.shape == () and _is_count(count):
-                    return int(step.val)
-    return None
-
-
-def _is_count(atom: Atom) -> bool:
-    """Tells whether an atom is a whole number or a truth value, or an array of such."""
-    return any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.integer, jnp.bool_))
-
-
-def _computed(eqn: Eqn, values: Mapping[Var, np.ndarray], length: int) -> dict[Var, np.ndarray]:
-    """Computes what an equation makes of known numbers, in all iterations at once."""
-    operands = jaxprs.variables(eqn.invars)
-    if not operands or not all(v in values for v in operands) or len(eqn.outvars) > 1:
-        return {}
-    if eqn.outvars[0].aval.size > 1 or not _is_count(eqn.outvars[0]):
-        return {}
-    if eqn.primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
-        return {eqn.outvars[0]: values[operands[0]]}
-    if eqn.primitive.name not in primitives.ELEMENTWISE:
-        return {}
-    numbers = [
-        np.broadcast_to(np.asarray(x.val, x.aval.dtype), length)
-        if jaxprs.is_literal(x) else values[x]
-        for x in eqn.invars
-    ]  # fmt: skip
-    return {eqn.outvars[0]: _evaluated(eqn, numbers)}
-
-
-def _row_taken(eqn: Eqn) -> list[Atom]:
-    """Returns the number of the row that an equation takes of its first operand, if it does."""
-    name = eqn.primitive.name
-    if name not in ("dynamic_slice", "gather") or jaxprs.is_literal(eqn.invars[0]):
-        return []
-    if tuple(eqn.params["slice_sizes"]) != (1, *eqn.invars[0].aval.shape[1:]):
-        return []
-    if name == "gather":
-        numbers = eqn.params["dimension_numbers"]
-        indexed = tuple(map(int, numbers.start_index_map))
-        if indexed != (0,) or numbers.operand_batching_dims or eqn.invars[1].aval.size != 1:
-            return []
-    return [eqn.invars[1]]
+def _takes_row(eqn: Eqn, stacks: Mapping[Var, int]) -> bool:
+    """Tells whether an equation takes a row of one of some stacks, by the row's number."""
+    if eqn.primitive.name not in ("dynamic_slice", "gather"):
+        return False
+    array, index, *_ = eqn.invars
+    is_one = tuple(eqn.params["slice_sizes"]) == (1, *array.aval.shape[1:])
+    if any(map(jaxprs.is_literal, (array, index))) or array not in stacks or not is_one:
+        return False
+    if eqn.primitive.name == "dynamic_slice":
+        return True
+    numbers = eqn.params["dimension_numbers"]
+    is_one = index.aval.size == 1 and not numbers.operand_batching_dims
+    return is_one and tuple(map(int, numbers.start_index_map)) == (0,)

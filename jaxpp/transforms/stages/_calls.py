@@ -110,7 +110,7 @@ def _intercept(cls: type) -> Callable[[], None]:
 # ---- the scopes of calls ------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of a module: its class by name, and its path in the model, if that is known."""
 
     module: str
@@ -121,7 +121,7 @@ class Call(NamedTuple):
         return f"{CALL}{next(_numbers)}:{self.module}:{self.path or ''}"
 
     @classmethod
-    def of(cls, scope: str) -> "Call":
+    def of(cls, scope: str) -> "ModuleCall":
         """Reads the name of a scope."""
         _, module, path = scope.split(":", 2)
         return cls(module, path or None)
@@ -147,7 +147,7 @@ def scoping(
         paths = {id(module): path for path, module in _modules.module_paths(model).items()}
 
         def call_in_scope(module: Any, call: Callable, *args, **kwargs) -> Any:
-            known = Call(class_name(type(module)), paths.get(id(module)))
+            known = ModuleCall(class_name(type(module)), paths.get(id(module)))
             with jax.named_scope(known.new_scope()):
                 if marks:
                     args, kwargs = _marks.pipeline_enter_stage((args, kwargs), CALL)
@@ -181,7 +181,7 @@ def scopes_inside(eqn: Eqn) -> list[str]:
 
 def calls_class(eqn: Eqn, cls: type) -> bool:
     """Tells whether a module of a class is called inside an equation."""
-    return any(Call.of(scope).module == class_name(cls) for scope in scopes_inside(eqn))
+    return any(ModuleCall.of(scope).module == class_name(cls) for scope in scopes_inside(eqn))
 
 
 def apart(call: Eqn, inner: Iterable[Eqn]) -> list[Eqn]:
@@ -191,21 +191,21 @@ def apart(call: Eqn, inner: Iterable[Eqn]) -> list[Eqn]:
     """
     outer, new = scopes(call), {}
 
-    def own(scope: str) -> str:
+    def renewed(scope: str) -> str:
         if scope in outer:
             return scope
         if scope not in new:
-            new[scope] = Call.of(scope).new_scope()
+            new[scope] = ModuleCall.of(scope).new_scope()
         return new[scope]
 
-    return _renamed(inner, own)
+    return _renamed(inner, renewed)
 
 
-def named(jaxpr: jex.ClosedJaxpr, calls: Mapping[str, Call] | None = None) -> jex.ClosedJaxpr:
+def named(jaxpr: jex.ClosedJaxpr, calls: Mapping[str, ModuleCall] | None = None) -> jex.ClosedJaxpr:
     """Renames the scopes of calls to the paths of their modules, or else to the classes."""
 
     def name(scope: str) -> str:
-        call = (calls or {}).get(scope) or Call.of(scope)
+        call = (calls or {}).get(scope) or ModuleCall.of(scope)
         return call.path or call.module.rpartition(".")[2]
 
     return _compat.with_equations(jaxpr, _renamed(jaxpr.eqns, name), jaxpr.jaxpr.outvars)
@@ -284,7 +284,7 @@ def _leaves(tree: Any) -> list[tuple[Path, Any]]:
 # ---- which module a call is of ------------------------------------------------------------------
 
 
-def find_calls(traced: jaxprs.Traced, model: Any, wanted: Collection[str]) -> dict[str, Call]:
+def find_calls(traced: jaxprs.Traced, model: Any, wanted: Collection[str]) -> dict[str, ModuleCall]:
     """Finds the calls of modules by their scopes, with the path of each that can be told.
 
     Raises:
@@ -296,7 +296,7 @@ def find_calls(traced: jaxprs.Traced, model: Any, wanted: Collection[str]) -> di
         arrays_of.setdefault(class_name(type(module)), {})[path] = _modules.arrays_of(module)
     found = {}
     for scope, (eqn, read) in reads.items():
-        call = Call.of(scope)
+        call = ModuleCall.of(scope)
         nearest = [call.path] if call.path else _nearest(read, arrays_of.get(call.module, {}))
         chosen = next((path for path in nearest if path in wanted), None)
         if chosen and len(nearest) > 1:
@@ -376,7 +376,7 @@ def _reads(traced: jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]]
 
 
 def mark_calls(
-    jaxpr: jex.ClosedJaxpr, modules: Sequence[_modules.Named], calls: Mapping[str, Call]
+    jaxpr: jex.ClosedJaxpr, modules: Sequence[_modules.Named], calls: Mapping[str, ModuleCall]
 ) -> jex.ClosedJaxpr:
     """Lets the mark on the arguments of the i-th module open stage i + 1; removes other marks.
 
@@ -417,7 +417,7 @@ def mark_calls(
 
 
 def whole_calls(
-    model: Any, paths: Sequence[str], classes: Collection[type], calls: Mapping[str, Call]
+    model: Any, paths: Sequence[str], classes: Collection[type], calls: Mapping[str, ModuleCall]
 ) -> dict[str, str | None]:
     """Returns the scopes of the calls that stay whole, each with the class of its module.
 

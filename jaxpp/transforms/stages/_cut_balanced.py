@@ -119,7 +119,7 @@ def cut_balanced(
     scans = stacked.layer_scans(jaxpr, arrays)
     everywhere = [(scan.number, i) for scan in scans for i in range(scan.length)]
     divided = stacked.divide_scans(jaxpr, arrays, everywhere)
-    line = _cuts.Line.of(divided)
+    line = _cuts.ArrangedProgram.of(divided)
     costed = _Costs.of(line, divided, num_stages, balance, arrays, tolerance)
     wanted = balance.at_least if isinstance(balance, Units) else num_stages
     units = _whole_units(costed, calls, scopes, checkpoints, wanted)
@@ -137,7 +137,9 @@ def cut_balanced(
         raise ValueError(f"split_stages: {error}{loop}") from None
     starts = [costed.heads[cut].outvars[0] for cut in cuts]
     places = [divided.places.get(v) for v in starts]
-    line = _cuts.Line.of(stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None]))
+    line = _cuts.ArrangedProgram.of(
+        stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None])
+    )
     positions = (line.position_of(p or v) for v, p in zip(starts, places, strict=True))
     return line.marked(positions, range(1, len(cuts) + 1), [None] * len(cuts))
 
@@ -238,7 +240,7 @@ class _Costs:
     @classmethod
     def of(
         cls,
-        line: _cuts.Line,
+        line: _cuts.ArrangedProgram,
         divided: stacked.Divided,
         num_stages: int,
         balance: Balance,

@@ -19,7 +19,7 @@ def cut_at(
     model: Any,
     names: Sequence[str],
     modules: Sequence[_modules.Named] | None,
-    calls: Mapping[str, _calls.Call],
+    calls: Mapping[str, _calls.ModuleCall],
 ) -> jex.ClosedJaxpr:
     """Marks the cuts that a user names: `modules`, or scopes where these are None."""
     arrays = _modules.model_arrays(traced, model)
@@ -42,7 +42,7 @@ def _cut_at_scopes(
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
     places = _places_in_scopes(jaxpr, names, arrays)
-    line = Line.of(stacked.divide_scans(jaxpr, arrays, places.values()))
+    line = ArrangedProgram.of(stacked.divide_scans(jaxpr, arrays, places.values()))
     positions = []
     for name in names:
         if name in places:
@@ -153,7 +153,7 @@ def _mark_layers(
         scan = stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)
         first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
         places.append((scan.number, first))
-    line = Line.of(stacked.divide_scans(jaxpr, arrays, places))
+    line = ArrangedProgram.of(stacked.divide_scans(jaxpr, arrays, places))
     positions = map(line.position_of, places)
     return line.marked(positions, [i + 1 for i in layers], [modules[i][0] for i in layers])
 
@@ -171,7 +171,7 @@ def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, jaxprs.Checkp
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class ArrangedProgram:
     """A divided program in which argument chains stand just before their first reader.
 
     So a weight's cast, transpose or stacking goes with the stage that reads it. Those equations
@@ -184,7 +184,7 @@ class Line:
     places: Mapping[Var, stacked.Iteration]
 
     @classmethod
-    def of(cls, divided: stacked.Divided) -> "Line":
+    def of(cls, divided: stacked.Divided) -> "ArrangedProgram":
         jaxpr, eqns = divided.jaxpr, divided.jaxpr.eqns
         moves = _stages.argument_chains(jaxpr)
         sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
@@ -258,7 +258,10 @@ def _insert_marks(
         if i in opened:
             live = [v for v in made if last.get(v, -1) >= i]
             marked = list(map(jaxprs.fresh_var, live))
-            eqns.append(_marks.enter_equation(list(map(known, live)), marked, *opened[i]))
+            params = dict(zip(("stage", "name"), opened[i], strict=True))
+            operands = list(map(known, live))
+            mark: Any = jex.new_jaxpr_eqn(operands, marked, _marks.enter_p, params, set())
+            eqns.append(mark)
             known.of.update(zip(live, marked, strict=True))
         eqns.append(known.rename(eqn))
         made.extend(v for v in eqn.outvars if v in varying)

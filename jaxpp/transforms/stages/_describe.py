@@ -1,6 +1,6 @@
 """Says what each stage of a function has: layers, operations, parameters, and what crosses."""
 
-import dataclasses
+import collections
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -45,71 +45,35 @@ def stages_as_text(fun: Callable, *args: Any, **kwargs: Any) -> str:
             2  layers.4-5    152    35%         128       0  32    0
     """
     traced, stages = _stages.decision_of(fun)(*args, **kwargs)
-    facts = describe(traced, stages, args[0] if args else None)
+    arrays = _arrays(traced, stages, args[0] if args else None)
+    invars = set(stages.jaxpr.jaxpr.invars)
+    readers = collections.Counter(v for part in stages.parts for v in part.inputs)
+    flops = [sum(map(jaxprs.flops, part.jaxpr.eqns)) for part in stages.parts]
+    first: dict[Hashable, int] = {}
     rows: list[tuple[str, ...]] = [
         ("stage", "layers", "flops", "share", "parameters", "shared", "in", "out", "equal to")
     ]
-    total = sum(own.flops for own in facts) or 1.0
-    for k, own in enumerate(facts):
-        share = f"{own.flops / total:.0%}"
-        numbers = own.parameter_bytes, own.shared_bytes, own.received_bytes, own.sent_bytes
-        like = "" if own.equal_to is None else f"stage {own.equal_to}"
-        row = k, ", ".join(own.layers), f"{own.flops:,.0f}", share, *(f"{n:,}" for n in numbers)
-        rows.append((*map(str, row), like))
+    for k, part in enumerate(stages.parts):
+        read = {v: _read_bytes(v, part) for v in part.inputs if v in arrays}
+        layers = _joined(dict.fromkeys(_layer(arrays[v]) for v in read))
+        like = first.setdefault(jaxprs.without_numbers(part.jaxpr), k)
+        numbers = (
+            sum(read.values()),
+            sum(n for v, n in read.items() if readers[v] > 1 and n == jaxprs.nbytes(v)),
+            sum(jaxprs.nbytes(v) for v in part.inputs if v not in invars),
+            sum(jaxprs.nbytes(v) for v in jaxprs.variables(part.outputs) if v in readers),
+        )
+        share = f"{flops[k] / (sum(flops) or 1.0):.0%}"
+        row = (str(k), ", ".join(layers), f"{flops[k]:,.0f}", share, *(f"{n:,}" for n in numbers))
+        rows.append((*row, "" if like == k else f"stage {like}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = zip(row, widths, strict=True)
-        each = (c.ljust(w) if n == 1 else c.rjust(w) for n, (c, w) in enumerate(cells))
-        lines.append("  ".join(each).rstrip())
-    return "\n".join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class StageFacts:
-    """The facts of a stage: its layers, operations and bytes.
-
-    `layers` are the parts of the first argument that it reads. `shared_bytes` are those of its
-    parameters that other stages read, too. `equal_to` is the first stage of the same computation,
-    None for the first one.
-    """
-
-    layers: tuple[str, ...]
-    flops: float
-    parameter_bytes: int
-    shared_bytes: int
-    received_bytes: int
-    sent_bytes: int
-    equal_to: int | None
-
-
-def describe(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) -> tuple[StageFacts, ...]:
-    """Finds what each stage has."""
-    arrays = _arrays(traced, stages, model)
-    invars = set(stages.jaxpr.jaxpr.invars)
-    readers: dict[Var, set[int]] = {}
-    for k, part in enumerate(stages.parts):
-        for v in part.inputs:
-            readers.setdefault(v, set()).add(k)
-    first: dict[Hashable, int] = {}
-    found = []
-    for k, part in enumerate(stages.parts):
-        own = [(v, _read_bytes(v, part)) for v in part.inputs if v in arrays]
-        equal_to = first.setdefault(jaxprs.without_numbers(part.jaxpr), k)
-        shared = (n for v, n in own if len(readers[v]) > 1 and n == jaxprs.nbytes(v))
-        sent = (v for v in jaxprs.variables(part.outputs) if v in readers)
-        found.append(
-            StageFacts(
-                tuple(_joined(dict.fromkeys(_layer(arrays[v]) for v, _ in own))),
-                sum(map(jaxprs.flops, part.jaxpr.eqns)),
-                sum(n for _, n in own),
-                sum(shared),
-                sum(jaxprs.nbytes(v) for v in part.inputs if v not in invars),
-                sum(map(jaxprs.nbytes, sent)),
-                None if equal_to == k else equal_to,
-            )
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append(
+            "  ".join(c.ljust(w) if n == 1 else c.rjust(w) for n, (c, w) in cells).rstrip()
         )
-    return tuple(found)
+    return "\n".join(lines)
 
 
 def warn_of_shared(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) -> None:

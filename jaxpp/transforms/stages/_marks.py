@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxpp import _compat, jaxprs
-from jaxpp.jaxprs import Atom, Eqn, Var
+from jaxpp.jaxprs import Eqn
 
 
 def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None = None) -> Any:
@@ -48,21 +48,10 @@ def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None =
         raise ValueError(f"pipeline_enter_stage: stage_id is a number from 0, got {stage_id!r}.")
     leaves, tree = jtu.tree_flatten(x)
     arrays = [leaf for leaf in leaves if jaxprs.is_array(leaf)]
-    marked = iter(enter(arrays, stage=None if stage_id is None else int(stage_id), name=name))
+    stage = None if stage_id is None else int(stage_id)
+    marked = iter(enter_p.bind(*arrays, stage=stage, name=name) if arrays else ())
     leaves = [next(marked) if jaxprs.is_array(leaf) else leaf for leaf in leaves]
     return jtu.tree_unflatten(tree, leaves)
-
-
-def enter(arrays: list[Any], *, stage: int | None, name: str | None) -> list[Any]:
-    """Marks arrays as the entrance of a stage."""
-    return enter_p.bind(*arrays, stage=stage, name=name) if arrays else []
-
-
-def enter_equation(
-    invars: Sequence[Atom], outvars: Sequence[Var], stage: int, name: str | None
-) -> Any:
-    """Makes a mark as an equation over variables."""
-    return jex.new_jaxpr_eqn(invars, outvars, enter_p, {"stage": stage, "name": name}, set())
 
 
 def edge(array: Any) -> Any:
@@ -156,9 +145,6 @@ def is_edge(eqn: Eqn) -> bool:
 # The name of a call is all that JAX keeps for certain. Where nothing reads the outputs of a stage
 # (another output of the function is differentiated), the call stays, but its body has no edges.
 _STAGE_CALL = re.compile(r"pipeline_stage_(\d+)_of_(\d+)")
-_TASK_CALL = re.compile(r"pipeline_task_\w+")
-_REPLICA_CALL = re.compile(r"pipeline_replica")
-_MERGE_CALL = re.compile(r"pipeline_merge_(\w+)")
 
 
 def _named(fun, name: str) -> Any:
@@ -199,49 +185,28 @@ def record_stage(fun, args: Sequence[Any]) -> Eqn | None:
     return eqn if whole and not consts else None
 
 
-def call_task(fun, name: str, args: Sequence[Any]) -> list[Any]:
-    """Calls `fun` as a task of a loop that may lose its schedule: a `jax.jit` of its own."""
-    return _named(fun, f"pipeline_task_{name}")(*args)
+def call_as(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Calls `fun` under a name: a `jax.jit` of its own, which outlives differentiation.
 
-
-def call_replica(fun, args: Sequence[Any]) -> Any:
-    """Calls `fun` as the loop of one replica: a `jax.jit` of its own."""
-    return _named(fun, "pipeline_replica")(*args)
-
-
-def call_merge(fun, how: str, args: Sequence[Any]) -> Any:
-    """Calls `fun`, which combines rows of replicas, as what is named `how`.
-
-    If that is not `"other"`, the function is one of ours, and is kept with what it was traced to.
+    There are the loop of one replica (`replica`), the tasks of a loop that may lose its schedule
+    (`task_F0`), and functions that combine rows of replicas (`merge_sum`). One of ours that does is
+    kept with what it was traced to; `merge_other` is a user's.
     """
-    make = _named if how == "other" else _named_once
-    return make(fun, f"pipeline_merge_{how}")(*args)
+    is_ours = name.startswith("merge_") and name != "merge_other"
+    return (_named_once if is_ours else _named)(fun, f"pipeline_{name}")(*args)
 
 
-def is_replica_call(eqn: Eqn) -> bool:
-    """Tells whether an equation is a call made by `call_replica`."""
-    return _matched(eqn, _REPLICA_CALL) is not None
-
-
-def merge_of_call(eqn: Eqn) -> str | None:
-    """Reads off a call made by `call_merge` how it combines rows; None for another equation."""
-    match = _matched(eqn, _MERGE_CALL)
-    return match[1] if match else None
-
-
-def _matched(eqn: Eqn, pattern: re.Pattern[str]) -> re.Match[str] | None:
-    name = eqn.params.get("name")
-    return pattern.fullmatch(name) if isinstance(name, str) else None
-
-
-def is_task_call(eqn: Eqn) -> bool:
-    """Tells whether an equation is a call made by `call_task`."""
-    return _matched(eqn, _TASK_CALL) is not None
+def called_as(eqn: Eqn, kind: str) -> str | None:
+    """Reads off a call of `call_as` what follows a kind in its name; None for another equation."""
+    name, start = eqn.params.get("name"), f"pipeline_{kind}"
+    has_kind = isinstance(name, str) and name.startswith(start)
+    return str(name).removeprefix(start) if has_kind else None
 
 
 def stage_of_call(eqn: Eqn) -> tuple[int, int] | None:
     """Reads the stage and the number of stages off a call of `call_stage`; None for another."""
-    match = _matched(eqn, _STAGE_CALL)
+    name = eqn.params.get("name")
+    match = _STAGE_CALL.fullmatch(name) if isinstance(name, str) else None
     return (int(match[1]), int(match[2])) if match else None
 
 

@@ -19,16 +19,7 @@ import jax.numpy as jnp
 from jaxpp import _specs, jaxprs
 from jaxpp.jaxprs import Atom, Eqn, Flow, Var, primitives
 from jaxpp.schedules import Kind
-from jaxpp.transforms.stacked import (
-    Bounds,
-    Classes,
-    concatenation_intervals,
-    in_parts,
-    pad_interval,
-    part_vars,
-    rows_used,
-    takes_some_rows,
-)
+from jaxpp.transforms import stacked
 from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow
 
 # ---- of a task -----------------------------------------------------------------------------------
@@ -288,9 +279,9 @@ def split_stacked_sums(loop: ScheduledLoop) -> ScheduledLoop:
     cuts = [bounds.get(v) for v in loop.carries]
     if not any(cuts):
         return loop
-    given = {v: part_vars(v, bounds[v]) for v in loop.carries if v in bounds}
+    given = {v: stacked.part_vars(v, bounds[v]) for v in loop.carries if v in bounds}
     parts = [given.get(v, [v]) for v in loop.carries]
-    slicer = in_parts(loop.eqns, bounds, given)
+    slicer = stacked.in_parts(loop.eqns, bounds, given)
     joins = [None if cut is None else lambda *rows: jax.lax.concatenate(rows, 0) for cut in cuts]
     outside, before = dict(loop.outside), list(loop.before)
     for carry, cut in zip(loop.carries, cuts, strict=True):
@@ -309,15 +300,15 @@ def split_stacked_sums(loop: ScheduledLoop) -> ScheduledLoop:
     return loop.with_equations(grouped, carry_outs=tuple(carry_outs), ys=tuple(ys))
 
 
-def _bounds(loop: ScheduledLoop) -> dict[Var, Bounds]:
+def _bounds(loop: ScheduledLoop) -> dict[Var, stacked.Bounds]:
     """Finds where carries, and what they become, are cut: by the rows that stages make or read."""
-    if not any(pad_interval(e) or concatenation_intervals(e) for e in loop.eqns):
+    if not any(stacked.pad_interval(e) or stacked.concatenation_intervals(e) for e in loop.eqns):
         return {}  # no stage makes rows of an array
-    classes = Classes(loop.eqns, loop.becomes().items())
+    classes = stacked.Classes(loop.eqns, loop.becomes().items())
     of_stages = [(e, None if key is None else key.stage) for e, key in loop.grouped]
     carried = {classes.of(v) for v in loop.carries}
     variables = [*loop.inputs, *jaxprs.results_of(loop.eqns)]
-    used = rows_used(of_stages, classes)
+    used = stacked.rows_used(of_stages, classes)
     return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
 
 
@@ -332,7 +323,7 @@ def _open_calls(loop: ScheduledLoop) -> ScheduledLoop:
         if eqn.primitive.name in primitives.CUSTOM_RULES or jaxprs.called_jaxpr(eqn) is None:
             return False
         for inner in (inner for sub in jaxprs.sub_jaxprs(eqn) for inner in sub.eqns):
-            if takes_some_rows(inner) or pad_interval(inner) or touches_rows(inner):
+            if stacked.takes_some_rows(inner) or stacked.pad_interval(inner) or touches_rows(inner):
                 return True
         return False
 

@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp.jaxprs import Var
-from jaxpp.transforms.stages import call_task, is_task_call
+from jaxpp.transforms.stages import call_as, called_as
 from jaxpp.transforms.tasks._loop import ScheduledLoop, loop_p, remade, row_type, rows_type
 
 
@@ -64,7 +64,7 @@ def _step(loop: ScheduledLoop, consts, carry, slices):
             inputs = jaxprs.with_cloned_keys(inputs)
         # The names of these calls outlive differentiation, so that `was_loop` can find the loop.
         run = functools.partial(jaxprs.run, task.params["jaxpr"])
-        made = call_task(run, str(task.params["key"]), inputs)
+        made = call_as(f"task_{task.params['key']}", run, inputs)
         values.update(zip(task.outvars, made, strict=True))
     results = [values[v] for v in loop.outputs]
     return results[: loop.num_carry], results[loop.num_carry :]
@@ -202,15 +202,17 @@ batching.fancy_primitive_batchers[loop_p] = _batch
 def _flat(eqn) -> jex.ClosedJaxpr:
     """Returns a loop as scans whose bodies are flat: tasks may share an array of keys."""
     plain = _plain(*(v.aval for v in eqn.invars), **eqn.params)
-    opened = [
-        jaxprs.map_jaxprs(e, lambda body: jaxprs.inline(body, is_task_call)) for e in plain.eqns
-    ]
+    opened = [jaxprs.map_jaxprs(e, lambda body: jaxprs.inline(body, _is_task)) for e in plain.eqns]
     return _compat.with_equations(plain, opened)
 
 
 _compat.use_keys_as(loop_p, _flat)
 
 
+def _is_task(eqn) -> bool:
+    return called_as(eqn, "task_") is not None
+
+
 def was_loop(eqn) -> bool:
     """Tells whether an equation was a scheduled loop before it was differentiated."""
-    return eqn.primitive.name == "scan" and jaxprs.contains(eqn, is_task_call)
+    return eqn.primitive.name == "scan" and jaxprs.contains(eqn, _is_task)

@@ -18,7 +18,7 @@ def hoist(loop: ScheduledLoop) -> ScheduledLoop:
 
     Their results are further constants of the loop.
     """
-    loop = _Opener(loop).opened()
+    loop = loop.rewritten(_Invariance(loop).opened)
     find = _Invariance(loop)
     out = []
     for e in loop.eqns:
@@ -60,36 +60,25 @@ class _Invariance:
     def is_worth_hoisting(self, eqn) -> bool:
         return any(v in self.constant for v in eqn.outvars) and jaxprs.flops(eqn) > 0
 
-
-class _Opener:
-    """Brings equations that depend on constants alone out of the calls and scans of a loop."""
-
-    def __init__(self, loop: ScheduledLoop):
-        self.loop = loop
-        self.find = _Invariance(loop)
-
-    def opened(self) -> ScheduledLoop:
-        return self.loop.rewritten(self._open)
-
-    def _open(self, eqn: Eqn) -> jaxprs.Replacement | None:
-        """Returns what takes the place of an equation."""
+    def opened(self, eqn: Eqn) -> jaxprs.Replacement | None:
+        """Brings equations that depend on constants alone out of a call or a scan."""
         name = eqn.primitive.name
-        varies = any(v in self.find.varying for v in jaxprs.variables(eqn.invars))
+        varies = any(v in self.varying for v in jaxprs.variables(eqn.invars))
         if varies and not eqn.effects and not jaxprs.shardings_of(eqn):
             if name in primitives.PLAIN_CALLS or name in primitives.CHECKPOINTS:
                 return self._open_call(eqn)
             if name == "scan":
                 return self._open_scan(eqn)
-        self.find.note(eqn)
+        self.note(eqn)
         return None
 
     def _open_call(self, eqn: Eqn) -> jaxprs.Replacement | None:
         known = jaxprs.Substitution()
         inner, results = jaxprs.inline_call(eqn, eqn.invars)
-        inner, results = jaxprs.rewritten(inner, self._open, known), list(map(known, results))
-        worth = jaxprs.results_of(filter(self.find.is_worth_hoisting, inner))
+        inner, results = jaxprs.rewritten(inner, self.opened, known), list(map(known, results))
+        worth = jaxprs.results_of(filter(self.is_worth_hoisting, inner))
         if not worth:
-            self.find.note(eqn)
+            self.note(eqn)
             return None
         if eqn.primitive.name in primitives.PLAIN_CALLS:
             return inner, results
@@ -105,7 +94,7 @@ class _Opener:
             outvars=[v for v, _ in kept],
             params={**eqn.params, "jaxpr": jaxpr},
         )
-        self.find.note(checkpoint)
+        self.note(checkpoint)
         inside = {v for v, _ in kept}
         return [*before, checkpoint], [v if v in inside else r for v, r in pairs]
 
@@ -117,7 +106,7 @@ class _Opener:
         body, before = list(closed.eqns), []
         for i, (var, operand) in enumerate(zip(inputs, operands, strict=True)):
             carried = num_consts <= i < num_consts + num_carry
-            if carried or jaxprs.is_literal(operand) or operand not in self.find.constant:
+            if carried or jaxprs.is_literal(operand) or operand not in self.constant:
                 continue
             readers = [e for e in body if var in jaxprs.variables(e.invars)]
             if len(readers) != 1 or var in jaxprs.variables(closed.jaxpr.outvars):
@@ -133,7 +122,7 @@ class _Opener:
             jaxpr = _compat.with_equations(closed, body, closed.jaxpr.outvars, inputs)
             eqn = eqn.replace(invars=operands, params={**eqn.params, "jaxpr": jaxpr})
         for e in (*before, eqn):
-            self.find.note(e)
+            self.note(e)
         return [*before, eqn], eqn.outvars
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Atom, Eqn, Var, primitives
-from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
+from jaxpp.transforms.stages import call_as, called_as, is_stage_call
 from jaxpp.transforms.tasks import _write
 from jaxpp.transforms.tasks._loop import ScheduledLoop, is_loop, loop_p
 
@@ -34,7 +34,7 @@ def is_replicas(eqn) -> bool:
     """Tells whether an equation is a scan over the loops of replicas."""
     if eqn.primitive.name != "scan":
         return False
-    return any(map(is_replica_call, jaxprs.opened(eqn.params["jaxpr"]).eqns))
+    return any(called_as(e, "replica") is not None for e in jaxprs.opened(eqn.params["jaxpr"]).eqns)
 
 
 def check_differentiated(eqn: Eqn) -> None:
@@ -75,12 +75,14 @@ def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]])
     assert not num_carry, "a replica runs one loop"
     of_loop = scheduled(loop, join_rows=_write.first_of)
     known = zip(flat.jaxpr.invars, [*literals, *eqn.invars], strict=True)
-    rows = _Rows(eqn.params["length"], known, flat.jaxpr.invars[len(constants) + num_consts :])
+    rows = _ReplicaRows(
+        eqn.params["length"], known, flat.jaxpr.invars[len(constants) + num_consts :]
+    )
     rows.add([e for own in flat.eqns for e in (of_loop if own is loop else [own])])
     results = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
     made = {v: rows.of(result) for v, result in results.items()}
     for merge in after:
-        if (how := merge_of_call(merge)) in _ROW_BY_ROW:
+        if (how := called_as(merge, "merge_")) in _ROW_BY_ROW:
             result: Any = results.get(jaxprs.variables(merge.invars)[0])
             if result in loop.outvars and (part := _linear(of_loop, result)):
                 combine = functools.partial(_combined, part.jaxpr, how)
@@ -98,10 +100,10 @@ def _linear(of_loop: Sequence[Eqn], result: Atom) -> jaxprs.Part | None:
 
 def _combined(jaxpr: jex.ClosedJaxpr, how: str, *rows: Any) -> list[Any]:
     """Combines rows of the results of a scheduled loop, then makes of these one result."""
-    return jaxprs.run(jaxpr, *(call_merge(_ROW_BY_ROW[how], how, (x,)) for x in rows))
+    return jaxprs.run(jaxpr, *(call_as(f"merge_{how}", _ROW_BY_ROW[how], (x,)) for x in rows))
 
 
-class _Rows:
+class _ReplicaRows:
     """Equations of one replica, written for all: `eqns`.
 
     Args:

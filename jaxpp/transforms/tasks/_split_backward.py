@@ -266,8 +266,8 @@ def scan_of(
         known = dict(zip(whole, operands, strict=False))
         stacks = operands[len(whole) : len(whole) + len(sliced)]
 
-        def step(carry, one):
-            values = known | dict(zip([*carries, *sliced], [*carry, *one], strict=True))
+        def step(carry, slices):
+            values = known | dict(zip([*carries, *sliced], [*carry, *slices], strict=True))
             outputs = jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
             return outputs[: len(carries)], outputs[len(carries) :]
 
