@@ -229,7 +229,7 @@ def predict(
         )
     known = isinstance(costs, Costs | Measurement | Trace)
     device = None if known else device_of(costs)
-    model = _model(costs, device, bundle, ranks, latency, bandwidth)
+    model = _model(costs, device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
     table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
     timeline = simulate(table, model, dependencies=dependencies_of(bundle))
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
@@ -247,10 +247,11 @@ def _model(
     ranks: Sequence[Inspected],
     latency: float,
     bandwidth: float,
+    reduction_bandwidth: float,
 ) -> Costs:
     """Makes the costs of a step's tasks, in seconds."""
     if device is not None:
-        return _costs_on(device, bundle, ranks, latency, bandwidth)
+        return _costs_on(device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
     if isinstance(costs, Costs):
         return dataclasses.replace(_for_each_loop(costs, bundle), unit="s")
     model, _ = costs_found(costs)
@@ -352,6 +353,7 @@ def _costs_on(
     ranks: Sequence[Inspected],
     latency: float,
     bandwidth: float,
+    reduction_bandwidth: float,
 ) -> Costs:
     """Makes the costs of tasks from what XLA counts in them, and of what moves from its bytes.
 
@@ -366,7 +368,11 @@ def _costs_on(
             if isinstance(instruction, Run):
                 task = instruction.task
                 last = (task.kind, task.stage) if task else None
-                if task and last and task.kind.lane == "copy":
+                if task and last and task.kind.lane == "collective":
+                    found = own.analyses[instruction.computation]
+                    times[last] = device.seconds(found.flops, found.accessed_bytes)
+                    times[last] += _gathered_bytes(bundle, own, instruction) / reduction_bandwidth
+                elif task and last and task.kind.lane == "copy":
                     if not device.host_bandwidth:
                         raise ValueError(
                             f"predict: {task.describe()} copies to host memory or back, and the "
@@ -389,6 +395,19 @@ def _costs_on(
         bandwidth=bandwidth,
         edge_bytes=lambda task: sent.get((task.kind, task.stage), 0),
     )
+
+
+def _gathered_bytes(bundle: Bundle, rank: Inspected, run: Run) -> int:
+    """Finds the bytes that a device receives where a run gathers its inputs."""
+    own = bundle.computations[run.computation]
+    sizes = (
+        sum(array_bytes(v.aval, spec, rank.axes) for v, spec in zip(atoms, specs, strict=True))
+        for atoms, specs in (
+            (own.jaxpr.jaxpr.invars, own.in_specs), (own.jaxpr.jaxpr.outvars, own.out_specs),
+        )
+    )  # fmt: skip
+    split, whole = sizes
+    return whole - split
 
 
 def _check_tasks(measured: Costs, tasks: Iterable[Task]) -> None:

@@ -38,10 +38,10 @@ def check(
     Each stage has a forward of each microbatch, and a backward, whole (`B`) or in halves (`I` and
     `W`), unless the table is forward only; it may have a recomputation (`R`) between the two. All
     tasks of a stage are on one rank, or on one for each direction. What an `O` takes away, an `L`
-    brings back before anything reads it. Each task appears once, after the tasks that it depends
-    on. A task that overlaps is followed by one of another stage or
-    microbatch, which does not wait for it. To find deadlocks, `check` runs the orders of all ranks
-    against each other.
+    brings back before anything reads it; what a `G` or an `H` gathers, a later task reads. Each
+    task appears once, after the tasks that it depends on. A task that overlaps is followed by one
+    of another stage or microbatch, which does not wait for it. To find deadlocks, `check` runs the
+    orders of all ranks against each other.
 
     Args:
       table: the table.
@@ -74,6 +74,7 @@ def check(
     _check_complete(table, rows, allowed, backward)
     _check_rank_orders(table, rows)
     _check_copies(table, rows)
+    _check_windows(table, rows)
     _check_overlaps(table, rows)
     _check_execution(table, dependencies)
     if memory_limit is not None:
@@ -334,6 +335,18 @@ def _check_copies(table: Table, rows: _Rows) -> None:
                 fault = f"{reader} reads what is away until {load}; move that one up"
             raise ScheduleError(
                 f"{away.describe()} of rank {rank}: {fault}." + excerpt(table, {rank: places})
+            )
+
+
+def _check_windows(table: Table, rows: _Rows) -> None:
+    """Checks that what is made for the tasks of a stage has readers."""
+    for maker, readers in table.windows.items():
+        if not readers:
+            rank, place = _locate(table, rows[maker.kind, maker.stage][maker.microbatch])
+            raise ScheduleError(
+                f"{maker.describe()} of rank {rank} ({maker.kind.title}): no task of its stage "
+                f"comes after it, before the next such task; drop it, or move it up."
+                + excerpt(table, {rank: [place]})
             )
 
 

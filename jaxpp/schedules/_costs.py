@@ -41,6 +41,7 @@ class Costs:
       recompute: the time of an `R`; by default that of the `F`.
       offload: the time of an `O`: its bytes over the bandwidth to the host.
       load: the time of an `L`.
+      gather: the time of a `G` or an `H`.
       other: the times of further kinds; by default their `Kind.cost`.
       per: whose time a number is, `"rank"` or `"stage"`.
       unit: the unit of time, such as `"s"`, for pictures.
@@ -69,6 +70,7 @@ class Costs:
     recompute: Cost | None = None
     offload: Cost = Kind.O.cost
     load: Cost = Kind.L.cost
+    gather: Cost = Kind.G.cost
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
     per: Literal["rank", "stage"] = "rank"
     unit: str = ""
@@ -197,6 +199,7 @@ class Memory:
         of its inputs.
       offload: the change by an `O`, below 0; by default all that the `F` adds.
       load: the change by an `L`; by default all that the `F` adds.
+      gather: what a `G` or an `H` adds, up to the end of the last task that reads it.
       other: the changes by further kinds; by default their `Kind.holds`.
       per: whose memory a number is, `"rank"` or `"stage"`.
 
@@ -212,6 +215,7 @@ class Memory:
     recompute: Cost | None = None
     offload: Cost | None = None
     load: Cost | None = None
+    gather: Cost = Kind.G.holds
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
     per: Literal["rank", "stage"] = "rank"
 
@@ -280,12 +284,15 @@ class Memory:
         """
         order = table.ranks[rank]
         own = self.by_stage(placement_of(table))
+        last = Counter[Task]()  # what is dropped at the end of the last reader in a window
+        for maker, readers in table.windows.items():
+            last[(maker, *readers)[-1]] += own.of(maker)
         changes = []
         for task, change in zip(order, of_each(own, order), strict=True):
-            dropped = 0.0
+            dropped = last[task]
             if task in table.dropped:
                 again = dataclasses.replace(task, kind=Kind.R)
-                dropped = change if table.forward_only else own.of(again)
+                dropped += change if table.forward_only else own.of(again)
             changes.append((max(change, 0.0), min(change, 0.0) - dropped))
         return changes
 

@@ -50,8 +50,10 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
         reader, task = run.task, maker and maker.task
         if not reader or not task or maker.loop != run.loop:
             continue
-        # An offload comes after tasks of its rank that read the same.
-        if reader.kind is not Kind.O and task.microbatch == reader.microbatch:
+        # An offload comes after tasks of its rank that read the same. Windows are the table's.
+        if reader.kind is Kind.O or task.kind.of_stage:
+            continue
+        if task.microbatch == reader.microbatch:
             needs[reader.kind, reader.stage][task.kind, task.stage] = None
             if task.kind is Kind.L:  # of another microbatch it may read what the forward made
                 needs[reader.kind, reader.stage][Kind.F, task.stage] = None

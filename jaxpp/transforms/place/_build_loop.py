@@ -64,7 +64,8 @@ class LoopTasks:
 
     `shared` has, for each direction, the operands that all microbatches read, and the current
     values of accumulators; `sent` what a task of a microbatch hands to others; and `own` what a
-    stage makes again of a microbatch, or moves, for itself.
+    stage makes again of a microbatch, or moves, for itself; `gathered` has, for each stage and
+    direction, the operands that it has gathered last.
 
     Args:
         eqn: the loop's equation.
@@ -95,6 +96,13 @@ class LoopTasks:
         self.kept_in: dict[Any, Any] = dict(zip(loop.carry_outs, loop.carries, strict=True))
         self.kept_in.update((v, v) for v in loop.ys)
         self.shared = self._operands_of(eqn)
+        #: How the operands that are gathered are split then, by their variables.
+        self.whole = {
+            v: spec
+            for v, atom in zip(loop.consts, eqn.invars, strict=False)
+            if not jaxprs.is_literal(atom) and (spec := values.fact(atom).whole) is not None
+        }
+        self.gathered: dict[tuple[int, int], dict[Var, Value]] = {}
         self.sent: dict[tuple[int, Var], Value] = {}
         self.own: dict[tuple[int, int], dict[Var, Value]] = {}
         self.offloaded: dict[tuple[int, int], dict[Var, None]] = {}
@@ -108,6 +116,8 @@ class LoopTasks:
         for task in self.order:
             if task.kind in (Kind.O, Kind.L):
                 yield from self._moved(task)
+            elif task.kind in (Kind.G, Kind.H):
+                yield from self._gathered(task)
             elif (task.kind, task.stage) in self.equations:
                 yield self._computed(task)
 
@@ -144,7 +154,7 @@ class LoopTasks:
     def _read(self, variables: Iterable[Var], task: Task) -> list[Value]:
         """Returns the values of variables that a task reads."""
         mb, direction = self._microbatch(task), self._direction(task)
-        own = self.own.get((mb, task.stage), {})
+        own = self.own.get((mb, task.stage), {}) | self.gathered.get((task.stage, direction), {})
         return [
             own.get(v) or self.sent.get((mb, v)) or self.shared[v, direction] for v in variables
         ]
@@ -186,6 +196,26 @@ class LoopTasks:
             body = self.all_bodies[key] = Body(f"{task.kind}{stage}", made(*key[2]), ())
         outputs = [Value(aval, "edge", str(task)) for aval in body.jaxpr.out_avals]
         own |= zip(moved, outputs, strict=True)
+        yield self._task(task, body, inputs, outputs)
+
+    def _gathered(self, task: Task) -> Iterator[GraphTask]:
+        """Makes a task that gathers the parameters that those of its window read."""
+        readers = {(own.kind, own.stage): None for own in self.loop.table.windows[task]}
+        eqns = (self.equations[key] for key in readers if key in self.equations)
+        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if v in self.whole)
+        if not read:
+            return
+        direction = self._direction(task)
+        inputs = [self.shared[v, direction] for v in read]
+        key = "gather", tuple(value.aval for value in inputs)
+        if (body := self.all_bodies.get(key)) is None:
+            made = jax.make_jaxpr(lambda *xs: xs)
+            body = self.all_bodies[key] = Body(f"{task.kind}{task.stage}", made(*key[1]), ())
+        outputs = [
+            Value(value.aval, "edge", str(task), spec=self.whole[v])
+            for v, value in zip(read, inputs, strict=True)
+        ]
+        self.gathered[task.stage, direction] = dict(zip(read, outputs, strict=True))
         yield self._task(task, body, inputs, outputs)
 
     def _kept_alone(self, stage: int, direction: int, kinds: Collection[Kind]) -> list[Var]:

@@ -16,7 +16,7 @@ import jax.extend.core as jex
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp._program import REDUCTION
 from jaxpp.jaxprs import Atom, Eqn, Flow, Var, in_levels, outline
-from jaxpp.transforms._step import Step
+from jaxpp.transforms._step import Fact, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop, operand_stages
@@ -89,7 +89,7 @@ def outline_segments(step: Step, flow: Phases, place_of: Mapping[int, Place]) ->
             outliner.loop(flow.loops[phase])
     closed = step.jaxpr.jaxpr
     jaxpr = _compat.make_closed_jaxpr(closed.invars, closed.outvars, outliner.eqns)
-    return dataclasses.replace(step, jaxpr=jaxpr)
+    return dataclasses.replace(step, jaxpr=jaxpr, facts={**step.facts, **outliner.facts})
 
 
 class _Outliner:
@@ -100,6 +100,7 @@ class _Outliner:
         self.flow = flow
         self.place_of = place_of
         self.eqns: list[Eqn] = []
+        self.facts: dict[Var, Fact] = {}  # of new variables
 
     def groups(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
         """Gives each placed equation its phase, its segment's number in that, and its place."""
@@ -201,6 +202,7 @@ class _Outliner:
             eqns = self._needed(variables)
             made = jaxprs.Substitution((v, jaxprs.fresh_var(v)) for v in variables)
             known.of.update(made.of)
+            self.facts |= {made.of[v]: Fact(whole=self.step.fact(v).whole) for v in variables}
             self._add(
                 place,
                 list(map(made.rename_all, eqns)),

@@ -1,0 +1,155 @@
+"""Parameters that tasks of their own gather: the same bits, fewer collectives, the bytes said."""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpp
+from experiments.hlo_collectives import count_collectives
+from jaxpp.schedules import Costs, Gather, GPipe, Interleaved1F1B, Offload, Recompute, by_name
+from tests.helpers import assert_same, train_step_of
+from tests.scripts import load_script
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "inside_a_rank.md"
+WIDTH, LAYERS, MICROBATCHES, EXAMPLES = 16, 4, 8, 32
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
+
+
+def loss(params, x, decay=0.0):
+    for n, own in enumerate(params):
+        x = jaxpp.pipeline_enter_stage(x) if n else x
+        x = x + jnp.tanh(x @ own["up"]) @ own["down"]
+    # What depends on parameters alone is computed once a step, and gathered as they are.
+    return jnp.mean(x**2) + decay * sum(jnp.sum(own["up"] ** 2) for own in params if decay)
+
+
+def parameters():
+    up, down = jax.random.split(jax.random.key(0))
+    up = jax.random.normal(up, (LAYERS, WIDTH, 4 * WIDTH)) / WIDTH**0.5
+    down = jax.random.normal(down, (LAYERS, 4 * WIDTH, WIDTH)) / WIDTH
+    return [{"up": a, "down": b} for a, b in zip(up, down, strict=True)]
+
+
+def start():
+    return (params := parameters()), OPTIMIZER.init(params)
+
+
+def batch(seed):
+    return np.random.default_rng(seed).normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
+
+
+def placed(schedule, replicas=2, ranks=2, decay=0.0, **options: Any):
+    loss_fn = functools.partial(loss, decay=decay)
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
+    grad_fn = jaxpp.microbatch(grad_fn, MICROBATCHES, replicas=replicas)
+    step = train_step_of(OPTIMIZER, jaxpp.schedule(grad_fn, schedule))
+    mesh = jaxpp.MpmdMesh((ranks, 2), ("mpmd", "data"))
+    in_specs = (None, None, P("data"))
+    return jaxpp.place(step, mesh, donate_argnums=(0, 1), in_specs=in_specs, **options)
+
+
+def train(step):
+    (params, state), losses = start(), []
+    for seed in range(2):
+        params, state, value = step(params, state, batch(seed))
+        losses.append(value)
+    return params, state, losses
+
+
+def gathers(step):
+    """The all-gathers of each rank in the tasks of a step."""
+    found = []
+    for rank in count_collectives(step):
+        assert "all-gather over data" not in rank.once
+        found.append(sum(n for kind, n in rank.all.items() if kind == "all-gather over data"))
+        assert not any(key[0] in "FBIW" for key in rank.in_tasks)
+    return found
+
+
+CASES = [
+    (Gather(GPipe(2), held=1), 2),
+    pytest.param(Gather("1f1b"), 4, marks=pytest.mark.more),
+    pytest.param(Gather("interleaved_zb", held=0, ahead=1), 2, marks=pytest.mark.more),
+    pytest.param(Gather("dualpipe", held=1), 4, marks=pytest.mark.more),
+    pytest.param(Recompute(Gather("interleaved_1f1b")), 2, marks=pytest.mark.more),
+    pytest.param(Offload(Gather("1f1b", held=0)), 4, marks=pytest.mark.more),
+]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), CASES)
+def test_it_gives_the_bits_of_zero1_and_the_proof_holds(schedule, ranks):
+    plain = schedule
+    while hasattr(plain, "schedule"):
+        plain = plain.schedule
+    want = train(placed(plain, ranks=ranks, decay=0.01, zero1="data"))
+    step = placed(schedule, ranks=ranks, decay=0.01, zero3="data")
+    assert_same(train(step), want)
+    gathers(step)
+    assert jaxpp.certify(step, *start(), batch(0)).exact
+
+
+def window(schedule, zero3=True):
+    """The all-gathers of the first rank in a step, and the bytes that it holds at its peak."""
+    step = placed(schedule, **({"zero3": "data"} if zero3 else {"zero1": "data"}))
+    train(step)
+    first = count_collectives(step)[0]
+    free = jaxpp.predict(step, *start(), batch(0), costs=Costs(gather=0))
+    memory_peaks = load_script("benchmarks.prediction").module.memory_peaks
+    measured, predicted = memory_peaks(step, (*start(), batch(0)))
+    np.testing.assert_allclose(measured, predicted, rtol=0.02)
+    parameters = max(moment.bytes["parameters"] for moment in free.memory[0])
+    return first.all["all-gather over data"], parameters
+
+
+@pytest.mark.more
+def test_the_page_has_gathers_and_bytes_of_each_window():
+    whole = sum(x.nbytes for x in jax.tree.leaves(parameters())) // 2
+    lines = []
+    for name, base in (("GPipe(2)", GPipe(2)), ("Interleaved1F1B(2)", Interleaved1F1B(2))):
+        cases: dict[str, Any] = {"`zero1`": window(base, False), "`zero3`": window(base)}
+        for held in (0, 1, None):
+            said = "Gather(...)" if held is None else f"Gather(..., held={held})"
+            cases[f"`zero3`, `{said}`"] = window(Gather(base, held=held))
+        for case, (number, nbytes) in cases.items():
+            lines.append(f"| `{name}` | {case} | {number} | {nbytes / whole:.2f} |")
+    print("\n".join(lines))
+    page = PAGE.read_text().splitlines()
+    assert not [line for line in lines if line not in page]
+
+
+@pytest.mark.more
+def test_without_replicas_tasks_gather_what_the_axis_splits():
+    step = placed(Gather("1f1b"), replicas=1, ranks=4, zero3="data")
+    want = train(placed(by_name("1f1b"), replicas=1, ranks=4, zero3="data"))
+    got = train(step)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for rank in count_collectives(step):
+        gathered = {key: own for key, own in rank.in_tasks.items() if key[0] == "G"}
+        assert gathered and "all-gather over data" not in rank.in_tasks.get("F0", {})
+
+
+def test_a_device_takes_the_time_of_the_bytes_that_are_gathered():
+    step = placed(Gather(GPipe(2), held=1), decay=0.01, zero3="data")
+    args = *start(), batch(0)
+    device = jaxpp.Device(flops=1e30, bandwidth=1e30)
+    found = jaxpp.predict(step, *args, costs=device, reduction_bandwidth=1e6)
+    spans = [s for s in found.timeline.spans if s.task.kind.of_stage and s.rank == 0]
+    stage = sum(x.nbytes for x in jax.tree.leaves(parameters()[0]))
+    assert [str(span.task) for span in spans] == ["G0.0", "G2.0", "H0.0"]
+    # A backward reads `down` and what is made of `up` before the loop, but `up` only for the
+    # cotangents that another rank waits for.
+    times = [stage / 2, stage * 3 / 4, stage / 2]
+    assert [s.end - s.start for s in spans] == pytest.approx([t / 1e6 for t in times])
+
+
+def test_whole_parameters_are_not_gathered():
+    step = placed(Gather("1f1b"), ranks=4, zero1="data")
+    assert "G0.0" not in step.lower(*start(), batch(0)).as_text()
