@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -284,7 +284,7 @@ class Memory:
         """
         order = table.ranks[rank]
         own = self.by_stage(placement_of(table))
-        last = Counter[Task]()  # what is dropped at the end of the last reader in a window
+        last = defaultdict[Task, float](float)  # what is dropped after the last reader of a window
         for maker, readers in table.windows.items():
             last[(maker, *readers)[-1]] += own.of(maker)
         changes = []

@@ -200,9 +200,10 @@ class _Outliner:
                 by_place.setdefault(places[var], []).append(var)
         for place, variables in by_place.items():
             eqns = self._needed(variables)
-            made = jaxprs.Substitution((v, jaxprs.fresh_var(v)) for v in variables)
-            known.of.update(made.of)
-            self.facts |= {made.of[v]: Fact(whole=self.step.fact(v).whole) for v in variables}
+            new = {v: jaxprs.fresh_var(v) for v in variables}
+            known.of.update(new)
+            self.facts |= {own: Fact(whole=self.step.fact(v).whole) for v, own in new.items()}
+            made = jaxprs.Substitution(new.items())
             self._add(
                 place,
                 list(map(made.rename_all, eqns)),
