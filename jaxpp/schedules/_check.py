@@ -339,14 +339,28 @@ def _check_copies(table: Table, rows: _Rows) -> None:
 
 
 def _check_windows(table: Table, rows: _Rows) -> None:
-    """Checks that what is made for the tasks of a stage has readers."""
-    for maker, readers in table.windows.items():
-        if not readers:
-            rank, place = _locate(table, rows[maker.kind, maker.stage][maker.microbatch])
+    """Checks that what is made for the tasks of a stage is read, and that all sums are taken."""
+    left: dict[tuple[int, int], Task] = {}  # of each rank and stage the last task of a window
+    for task, window in table.windows.items():
+        rank, place = _locate(table, rows[task.kind, task.stage][task.microbatch])
+        if not window:
+            takes = task.kind.takes
+            where = "before it, since the last" if takes else "after it, before the next"
             raise ScheduleError(
-                f"{maker.describe()} of rank {rank} ({maker.kind.title}): no task of its stage "
-                f"comes after it, before the next such task; drop it, or move it up."
-                + excerpt(table, {rank: [place]})
+                f"{task.describe()} of rank {rank} ({task.kind.title}): no {'backward' if takes else 'task'} "
+                f"of its stage comes {where} such task; drop it, or move it "
+                f"{'down' if takes else 'up'}." + excerpt(table, {rank: [place]})
+            )
+        if task.kind.takes:
+            left[rank, task.stage] = task
+    for (rank, stage), task in left.items():
+        order = table.ranks[rank]
+        late = [n for n, t in enumerate(order) if t.stage == stage and t.kind in task.kind.takes]
+        if order.index(task) < late[-1]:
+            raise ScheduleError(
+                f"{task.describe()} of rank {rank} is the last {task.kind} of its stage, but comes "
+                f"before {order[late[-1]].describe()}, whose gradients nothing reduces then; add "
+                f"one after that." + excerpt(table, {rank: [order.index(task), late[-1]]})
             )
 
 

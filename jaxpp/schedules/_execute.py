@@ -112,8 +112,9 @@ def number(table: Table, dependencies: Dependencies | None = None, join: bool = 
                 if -1 in own:
                     needs[n] = tuple(need for need in own if need >= 0)
                     absent[n] = Task(*choices[own.index(-1)][0], tasks[n].microbatch)
-    for maker, readers in table.windows.items():
-        for reader in readers:
+    for task, window in table.windows.items():
+        for other in window:
+            reader, maker = (task, other) if task.kind.takes else (other, task)
             n = rows[reader.kind, reader.stage][reader.microbatch]
             needs[n] = (*needs[n], rows[maker.kind, maker.stage][maker.microbatch])
     rank_of: list[int] = []

@@ -279,9 +279,35 @@ class Table:
             ranks.append(_with_added(order, added))
         return dataclasses.replace(self, ranks=tuple(ranks))
 
+    def with_reductions(self, which: Callable[[int], bool], every: int | None = None) -> "Table":
+        """Returns the same table with an `S` after the last backward of some stages.
+
+        Args:
+          which: tells for a stage whether its gradients are reduced so.
+          every: the number of backwards after which there is an `S`, too; None for none of these.
+
+        >>> tasks = [Task(Kind(kind), s, i) for kind in "FB" for s in (0, 1) for i in (0, 1)]
+        >>> table = Table((tuple(tasks),), num_stages=2, num_microbatches=2)
+        >>> print(*table.with_reductions(lambda stage: stage == 0).ranks[0])
+        F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 S0.1 B1.0 B1.1
+        """
+        ranks = []
+        for order in self.ranks:
+            computing = [task for task in order if task.kind.lane == "compute"]
+            done, added = dict[int, int](), dict[int, list[Task]]()
+            last = {task.stage: n for n, task in enumerate(computing) if task.kind in Kind.S.takes}
+            for n, task in enumerate(computing):
+                if which(task.stage) and task.kind in (Kind.B, Kind.W):
+                    done[task.stage] = done.get(task.stage, 0) + 1
+                    if n == last[task.stage] or (every and done[task.stage] % every == 0):
+                        own = Task(Kind.S, task.stage, task.microbatch)
+                        added.setdefault(n + 1 + (task in self.overlaps), []).append(own)
+            ranks.append(_with_added(order, added))
+        return dataclasses.replace(self, ranks=tuple(ranks))
+
     @functools.cached_property
     def windows(self) -> dict[Task, tuple[Task, ...]]:
-        """For each task whose results are of its stage, the computing tasks that read them.
+        """For each task that is of its stage, the computing tasks that read or make its values.
 
         >>> tasks = (Task(Kind.G, 0, 0), Task(Kind.F, 0, 0), Task(Kind.H, 0, 0), Task(Kind.B, 0, 0))
         >>> for task, readers in Table((tasks,), num_stages=1, num_microbatches=1).windows.items():
@@ -292,8 +318,12 @@ class Table:
         found: dict[Task, list[Task]] = {}
         for order in self.ranks if any(kind.of_stage for kind in self.kinds) else ():
             now: dict[tuple[int, str], Task] = {}
-            for task in order:
-                if task.kind.of_stage:
+            for n, task in enumerate(order):
+                if task.kind.takes:
+                    own = [t for t in order[:n] if t.stage == task.stage]
+                    since = max((n for n, t in enumerate(own) if t.kind is task.kind), default=-1)
+                    found[task] = [t for t in own[since + 1 :] if t.kind in task.kind.takes]
+                elif task.kind.of_stage:
                     now[task.stage, task.kind.makes or task.kind] = task
                     found[task] = []
                 elif task.kind.lane == "compute":

@@ -2,21 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat, jaxprs, schedules
-from jaxpp._specs import as_weak_as
+from jaxpp._specs import as_weak_as, filled
 from jaxpp.jaxprs import Aval, Eqn, Literal, Var, primitives
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Inside
 from jaxpp.transforms.graph import Body, GraphTask, Value
 from jaxpp.transforms.inside import on_rows
 from jaxpp.transforms.place._values import Values, operands_of
+from jaxpp.transforms.stages import merge_of_call
 from jaxpp.transforms.tasks import ScheduledLoop, row_type, rows_type
 
 
@@ -74,6 +77,7 @@ class LoopTasks:
         ranks_of: the rank of each stage, in one direction after the other.
         values: makes values.
         bodies: those of tasks so far; equal ones are one.
+        reductions: the segments of each stage that its `S` does.
     """
 
     def __init__(
@@ -84,10 +88,11 @@ class LoopTasks:
         ranks_of: Sequence[int],
         values: Values,
         bodies: dict[Hashable, Body],
+        reductions: Mapping[int, Sequence[Eqn]],
     ):
         self.loop = loop = ScheduledLoop.of(eqn)
         self.number, self.stages_before, self.ranks_of = number, stages_before, ranks_of
-        self.values, self.all_bodies = values, bodies
+        self.values, self.all_bodies, self.reductions = values, bodies, reductions
         self.equations = {t.params["key"]: t for t in (*loop.tasks, *loop.recomputations)}
         _check_kinds(loop.table, [kind for kind, _ in self.equations])
         self.order = [t for _, t in schedules.execution_order(loop.table, loop.dependencies)]
@@ -103,6 +108,9 @@ class LoopTasks:
             if not jaxprs.is_literal(atom) and (spec := values.fact(atom).whole) is not None
         }
         self.gathered: dict[tuple[int, int], dict[Var, Value]] = {}
+        #: For each stage the last `S`, and the sums of those before it.
+        self.last_sum = {(t.stage, self._direction(t)): t for t in self.order if t.kind is Kind.S}
+        self.sums: dict[int, list[Value]] = {}
         self.sent: dict[tuple[int, Var], Value] = {}
         self.own: dict[tuple[int, int], dict[Var, Value]] = {}
         self.offloaded: dict[tuple[int, int], dict[Var, None]] = {}
@@ -118,6 +126,8 @@ class LoopTasks:
                 yield from self._moved(task)
             elif task.kind in (Kind.G, Kind.H):
                 yield from self._gathered(task)
+            elif task.kind is Kind.S:
+                yield from self._summed(task)
             elif (task.kind, task.stage) in self.equations:
                 yield self._computed(task)
 
@@ -218,6 +228,54 @@ class LoopTasks:
         self.gathered[task.stage, direction] = dict(zip(read, outputs, strict=True))
         yield self._task(task, body, inputs, outputs)
 
+    def _summed(self, task: Task) -> Iterator[GraphTask]:
+        """Makes a task that combines what replicas have added up for a stage since the last one.
+
+        The last one makes the results of the segments; those before it leave sums, and the
+        accumulators begin anew.
+        """
+        direction = self._direction(task)
+        number = self.loop.stage_number(task.stage, direction)
+        segments = sorted(self.reductions.get(number, ()), key=lambda e: not _adds(e))
+        if is_last := task == self.last_sum[task.stage, direction]:
+            results = [v for e in segments for v in e.outvars]
+        else:
+            segments = list(filter(_adds, segments))
+        if not segments:
+            return
+        rows, sums = [v for e in segments for v in e.invars], self.sums.get(number, [])
+        inputs = [*map(self.values.operand, rows), *sums]
+        key = "sum", *(jaxprs.structure(e.params["jaxpr"]) for e in segments), len(sums)
+        if (body := self.all_bodies.get(key)) is None:
+            made = jax.make_jaxpr(_summing([e.params["jaxpr"] for e in segments], len(sums)))
+            jaxpr, _ = jaxprs.without_constants(made(*(value.aval for value in inputs)))
+            body = self.all_bodies[key] = Body(f"{task.kind}{task.stage}", jaxpr, None)
+        if is_last:
+            outputs = [self.values.add(v, "gathered", str(task)) for v in results]
+        else:
+            outputs = [Value(a, "gathered", str(task)) for a in body.jaxpr.out_avals]
+            self.sums[number] = outputs
+        yield self._task(task, body, inputs, outputs)
+        if not is_last:
+            yield self._begun_anew(task, rows)
+
+    def _begun_anew(self, task: Task, rows: Sequence[Var]) -> GraphTask:
+        """Makes accumulators of zeros, for the results of the loop that an `S` has taken."""
+        of_result = {v: own for own, v in self.results.items()}
+        made = []
+        for v in rows:
+            out, direction = of_result[v]
+            memory = self.number, self.kept_in[out], direction
+            made.append(Value(v.aval, "gradient", str(task), memory=memory, begins=True))
+            self.shared[self.kept_in[out], direction] = self.values.current[v] = made[-1]
+        avals = [v.aval for v in rows]
+        key = "zeros", *avals
+        if (body := self.all_bodies.get(key)) is None:
+            zeros = jax.make_jaxpr(lambda: [filled(aval, 0) for aval in avals])()
+            body = self.all_bodies[key] = Body(f"start_{task.stage}", zeros, None)
+        rank = self.ranks_of[self.loop.stage_number(task.stage, self._direction(task))]
+        return GraphTask(rank, body, (), tuple(made), "start")
+
     def _kept_alone(self, stage: int, direction: int, kinds: Collection[Kind]) -> list[Var]:
         """Finds the values that later tasks of a stage read, and no other stage of its rank.
 
@@ -283,6 +341,24 @@ class LoopTasks:
             replicas,
             tuple(v not in consts for v in task.invars) if replicas > 1 else (),
         )
+
+
+def _adds(segment: Eqn) -> bool:
+    """Tells whether a segment adds up the rows of replicas, and does nothing else."""
+    return all(merge_of_call(e) == "sum" for e in segment.params["jaxpr"].eqns)
+
+
+def _summing(bodies: Sequence[jex.ClosedJaxpr], num_sums: int) -> Callable[..., list[Any]]:
+    """Makes the function of the inputs of several jaxprs, and of sums to add to their results."""
+
+    def run(*xs):
+        rows, sums = xs[: len(xs) - num_sums], xs[len(xs) - num_sums :]
+        given, made = iter(rows), list[Any]()
+        for body in bodies:
+            made += jaxprs.run(body, *itertools.islice(given, len(body.in_avals)))
+        return [*map(jnp.add, sums, made), *made[num_sums:]]
+
+    return run
 
 
 def _check_kinds(table: Table, kinds: Iterable[Kind]) -> None:

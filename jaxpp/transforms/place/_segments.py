@@ -16,6 +16,7 @@ import jax.extend.core as jex
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp._program import REDUCTION
 from jaxpp.jaxprs import Atom, Eqn, Flow, Var, in_levels, outline
+from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Fact, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
@@ -172,19 +173,21 @@ class _Outliner:
         carries = slice(loop.num_consts, loop.num_consts + count)
         # Literal operands, and the first accumulators, are made anew by each stage; so are the
         # buffers of results, for which there are no operands yet.
-        known, starts = (
-            self._make_operands(eqn, carries),
-            dict[int, list[tuple[Atom | None, Var]]](),
-        )
+        known = self._make_operands(eqn, carries)
+        starts: dict[tuple[int, str], list[tuple[Atom | None, Var]]] = {}
+        reduces = Kind.S in loop.table.kinds
         first: list[Any] = [*eqn.invars[carries], *[None] * (len(eqn.outvars) - count)]
         number = {result: n for n, result in enumerate(loop.results)}
         for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
-            own = starts.setdefault(loop.stage_number(task.params["key"].stage, direction), [])
+            kind, stage = task.params["key"]
+            # What an `S` takes is made apart, later.
+            of = loop.stage_number(stage, direction), str(kind) * reduces
+            own = starts.setdefault(of, [])
             for n in (number[v, direction] for v in task.outvars if (v, direction) in number):
                 source, first[n] = first[n], jaxprs.fresh_var(eqn.outvars[n])
                 own.append((source, first[n]))
-        for stage in sorted(filter(starts.get, starts)):
-            self._start(frozenset({stage}), starts[stage])
+        for stage, kind in sorted(filter(starts.get, starts)):
+            self._start(frozenset({stage}), starts[stage, kind])
         invars = list(map(known, eqn.invars))
         invars[carries] = first[:count]
         self.eqns.append(eqn.replace(invars=[*invars, *first[count:]]))
