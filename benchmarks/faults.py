@@ -177,7 +177,7 @@ def _patch(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-def _write_note(note: str, task: str = "") -> None:
+def write_note(note: str, task: str = "") -> None:
     with open(note + ".part", "w") as file:
         json.dump({"time": time.monotonic(), "task": task}, file)
     os.rename(note + ".part", note)
@@ -188,9 +188,9 @@ def _at_instruction(fault: Fault, act: Callable[..., None], among: Any = object)
     execute, calls = Executor.execute, itertools.count()
 
     def watched(executor: Any, instructions: Any) -> None:
-        if next(calls) != fault.call:
-            return execute(executor, instructions)
         places = [n for n, i in enumerate(instructions) if isinstance(i, among)]
+        if not places or next(calls) != fault.call:  # of several ranks each has some in turn
+            return execute(executor, instructions)
         place = places[int(fault.position * len(places))]
         undo()
         execute(executor, instructions[:place])
@@ -204,17 +204,17 @@ def _at_instruction(fault: Fault, act: Callable[..., None], among: Any = object)
 def _send_signal(fault: Fault, note: str) -> None:
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault.kind]
 
-    def strike(task: str = "") -> None:
+    def strike() -> None:
         time.sleep(fault.delay)
-        _write_note(note, task)
+        write_note(note)  # a process that has died cannot tell its task
         os.kill(os.getpid(), number)
         time.sleep(60)  # a stop reaches another thread first, and this one would go on
 
-    def act(executor: Any, instruction: Any) -> None:
+    def act(*_: Any) -> None:
         if fault.delay:
             threading.Thread(target=strike, daemon=True).start()
         else:
-            strike(instruction.label if isinstance(instruction, Run) else "")
+            strike()
 
     _at_instruction(fault, act)
 
@@ -226,7 +226,7 @@ def _in_a_task(fault: Fault, note: str) -> None:
 
         def fail(*_: Any) -> None:
             executor.executables[number] = executable
-            _write_note(note, instruction.label)
+            write_note(note, instruction.label)
             if fault.kind == "memory":
                 jnp.zeros((1 << 20, 1 << 25)).block_until_ready()
             raise TaskError("this task does not work")
@@ -246,7 +246,7 @@ def _in_a_message(fault: Fault, note: str, peers: Sequence[int]) -> None:
             return write(self, data, *args)
         data = data if isinstance(data, bytes) else b"".join(data)
         socket.socket.send(self, data[: len(data) // 2])
-        _write_note(note)
+        write_note(note)
         os._exit(1)
 
     _at_instruction(fault, act, among=Send)
@@ -271,7 +271,7 @@ def cut(pid: int, note: str) -> None:
                 found.append(connection)
             else:
                 connection.close()
-    _write_note(note)
+    write_note(note)
     for connection in found:
         with connection, contextlib.suppress(OSError):  # the other end may have gone
             connection.shutdown(socket.SHUT_RDWR)
@@ -285,7 +285,7 @@ def _in_a_checkpoint(fault: Fault, note: str) -> None:
             return write_shares(directory, writer, shares)
         undo()
         write_shares(directory, writer, shares[: len(shares) // 2])
-        _write_note(note)
+        write_note(note)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
 
     write_shares = _shares.write_shares
@@ -296,7 +296,7 @@ def _in_a_feed(fault: Fault, note: str) -> None:
     def load(number: int) -> jax.Array:
         if number == fault.call:
             undo()
-            _write_note(note)
+            write_note(note)
             raise TaskError("there is no such batch")
         return batch(number)
 
@@ -460,14 +460,14 @@ def _train_until_error(
     try:
         with ocp.CheckpointManager(directory / "checkpoints") as manager:
             if interrupts:
-                _interrupt_later(fault.position * bench.seconds, note)
+                interrupt_later(fault.position * bench.seconds, note)
             bench.train(bench.start(), 0, manager, chance, fault.kind == "feed")
             # All there is to fetch was there before: the next call or fetch has to notice.
             while not note.exists():
                 time.sleep(0.01)
             jax.device_get(bench.call(bench.start(), 0, False))
             for _ in range(3 * interrupts):  # Python ignores one that comes in a finalizer
-                _interrupt_later(0.0, note)
+                interrupt_later(0.0, note)
                 time.sleep(0.5)
     except (RankError, OSError, KeyboardInterrupt) as error:
         return error, time.monotonic()
@@ -484,7 +484,7 @@ def _step_after_interrupt(bench: Bench) -> None:
         np.testing.assert_array_equal(loss, bench.losses[0], strict=True)
 
 
-def _interrupt_later(seconds: float, note: Path) -> None:
+def interrupt_later(seconds: float, note: Path) -> None:
     """Sends a Ctrl-C to the main thread of this process after some time."""
     # A program that was started in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -493,7 +493,7 @@ def _interrupt_later(seconds: float, note: Path) -> None:
 
     def strike() -> None:
         time.sleep(seconds)
-        _write_note(str(note))
+        write_note(str(note))
         signal.pthread_kill(thread, signal.SIGINT)
 
     threading.Thread(target=strike, daemon=True).start()

@@ -10,6 +10,7 @@ Starts a Ray session, or joins the one that is there, and prints by part:
   program takes in `torch.distributed.pipelining` with gloo, in a loop without a barrier; with the
   quartiles of the blocks. The losses of both are compared first. Without `--torch_python` it is
   left out;
+- `launched`: the loop on launched processes, a rank each, over that on workers, and over torch;
 - `threads`: the processor time of each thread of the driver and the workers in an empty step, how
   long the thread waited for a core, and how often it slept and was woken (Linux);
 - `speedup`: two workers over one, each pinned to a core, for tasks of several lengths, and what the
@@ -27,6 +28,7 @@ for both; medians of blocks count. Workers and the ranks of torch take the cores
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -34,23 +36,24 @@ import pathlib
 import re
 import statistics
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import psutil
 import ray
 from absl import app, flags
 
 import jaxpp
-from benchmarks import speedup
-from benchmarks.empty_pipeline import LEARNING_RATE, EmptyPipeline
+from benchmarks import launching, speedup
+from benchmarks.empty_pipeline import EmptyPipeline
 from benchmarks.equal_blocks import Loop, elapsed
+from benchmarks.launched_pipeline import empty_loop
 
-PARTS = ["empty", "threads", "speedup", "local", "memory"]
+PARTS = ["empty", "launched", "threads", "speedup", "local", "memory"]
 
 _PARTS = flags.DEFINE_multi_enum("parts", PARTS, PARTS, "What to measure.")
 _RANKS = flags.DEFINE_list("ranks", ["2", "4"], "Numbers of ranks, of empty pipelines.")
@@ -65,34 +68,8 @@ _STEPS = flags.DEFINE_integer("steps", 50, "Empty steps in a block.", 1)
 _MEMORY_STEPS = flags.DEFINE_integer("memory_steps", 2000, "Steps in a row, for the memory.", 10)
 _JSON = flags.DEFINE_string("json", None, "A file to write the figures to.")
 
-REPOSITORY = pathlib.Path(__file__).parent.parent
-
 
 # ---- the empty pipeline -------------------------------------------------------------------------
-
-
-def empty_loop(pipeline: EmptyPipeline, mesh: Any) -> Loop:
-    """The training loop of an empty pipeline."""
-
-    def loss_fn(weights, batch):
-        x, y = batch
-        for stage, w in enumerate(weights):
-            if stage:
-                x = jaxpp.pipeline_enter_stage(x)
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - y) ** 2)
-
-    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn))
-    grad_fn = jaxpp.microbatch(jax.value_and_grad(staged), pipeline.microbatches)
-    grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.by_name(pipeline.schedule))
-
-    def train_step(weights, batch):
-        loss, grads = grad_fn(weights, batch)
-        return [w - LEARNING_RATE * g for w, g in zip(weights, grads, strict=True)], loss
-
-    step = jaxpp.place(train_step, mesh, donate_argnums=0)
-    weights = [jnp.asarray(w) for w in pipeline.weights()]
-    return Loop(step, (weights,), pipeline.batch())
 
 
 def call_seconds(loop: Loop, steps: int) -> tuple[float, float]:
@@ -108,45 +85,74 @@ def call_seconds(loop: Loop, steps: int) -> tuple[float, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Torch:
-    """The same program in torch: the loss of its first step, and what clocks some more."""
+class Served:
+    """The same program elsewhere: the loss of its first step, and what clocks some more."""
 
     first_loss: float
     seconds: Callable[[int], float]
 
 
 @contextlib.contextmanager
-def torch_pipeline(pipeline: EmptyPipeline, python: str) -> Iterator[Torch]:
-    """Starts `torch_pipeline.py`, with another Python."""
-    arguments = [f"--{name}={value}" for name, value in dataclasses.asdict(pipeline).items()]
-    process = subprocess.Popen(
-        [python, "-m", "benchmarks.torch_pipeline", "--serve", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    to, of = process.stdin, process.stdout
-    assert to is not None and of is not None
+def served(
+    module: str, processes: Sequence["subprocess.Popen[str]"], first_loss: float
+) -> Iterator[Served]:
+    """Takes turns with processes that wait for lines: all get them, and the first one answers."""
+    answers = processes[0].stdout
+    assert answers is not None
 
     def answer() -> float:
-        line = of.readline()
-        if not line:
-            raise RuntimeError(f"torch_pipeline has ended with status {process.wait()}.")
+        if not (line := answers.readline()):
+            raise RuntimeError(f"{module} has ended with status {processes[0].wait()}.")
         return float(line)
 
     def seconds(steps: int) -> float:
-        to.write(f"{steps}\n")
-        to.flush()
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
         return answer()
 
     try:
-        yield Torch(answer(), seconds)
-        to.close()
-        process.wait(timeout=30)
+        loss = answer()
+        if not math.isclose(first_loss, loss, rel_tol=1e-5):
+            raise RuntimeError(f"The losses differ: {first_loss}, of {module} {loss}.")
+        yield Served(loss, seconds)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            process.wait(timeout=30)
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+
+
+def flags_of(pipeline: EmptyPipeline) -> list[str]:
+    return [f"--{name}={value}" for name, value in dataclasses.asdict(pipeline).items()]
+
+
+def torch_pipeline(
+    pipeline: EmptyPipeline, first_loss: float
+) -> contextlib.AbstractContextManager[Served | None]:
+    """Starts `torch_pipeline.py` with a Python that has torch, if there is one."""
+    if not (python := _TORCH_PYTHON.value):
+        return contextlib.nullcontext()
+    command = [python, "-m", "benchmarks.torch_pipeline", "--serve", *flags_of(pipeline)]
+    process = subprocess.Popen(command, text=True, cwd=launching.REPOSITORY, **PIPES)
+    return served("torch_pipeline", [process], first_loss)
+
+
+def launched_pipeline(
+    pipeline: EmptyPipeline, first_loss: float
+) -> contextlib.AbstractContextManager[Served]:
+    """Starts `launched_pipeline.py`, a process for each rank."""
+    command = [sys.executable, "-m", "benchmarks.launched_pipeline", *flags_of(pipeline)]
+    processes = launching.launch(pipeline.ranks, command, **PIPES)
+    return served("launched_pipeline", list(processes.values()), first_loss)
 
 
 def empty_row(pipeline: EmptyPipeline, mesh: Any) -> dict[str, float]:
@@ -156,10 +162,7 @@ def empty_row(pipeline: EmptyPipeline, mesh: Any) -> dict[str, float]:
     elapsed(loop, 10)
     ours: list[tuple[float, float]] = []
     theirs: list[float] = []
-    python = _TORCH_PYTHON.value
-    with torch_pipeline(pipeline, python) if python else contextlib.nullcontext() as torch:
-        if torch and not math.isclose(first_loss, torch.first_loss, rel_tol=1e-5):
-            raise RuntimeError(f"The losses differ: {first_loss}, in torch {torch.first_loss}.")
+    with torch_pipeline(pipeline, first_loss) as torch:
         for _ in range(_BLOCKS.value):
             ours.append((call_seconds(loop, steps)[1], elapsed(loop, steps) / steps))
             if torch:
@@ -181,15 +184,41 @@ def empty_row(pipeline: EmptyPipeline, mesh: Any) -> dict[str, float]:
     return row
 
 
-def measure_empty() -> list[dict[str, float]]:
+def launched_row(pipeline: EmptyPipeline, mesh: Any) -> dict[str, float]:
+    """What an empty step takes in a loop on launched processes, Ray's workers, and in torch."""
+    loop, steps = empty_loop(pipeline, mesh), _STEPS.value
+    first_loss = float(loop()[1])
+    elapsed(loop, 10)
+    with (
+        launched_pipeline(pipeline, first_loss) as launched,
+        torch_pipeline(pipeline, first_loss) as torch,
+    ):
+        if launched.first_loss != first_loss:
+            raise RuntimeError(f"Launched processes have {launched.first_loss}, not {first_loss}.")
+        clocks = {"launched": launched.seconds, "workers": lambda n: elapsed(loop, n)}
+        clocks |= {"torch": torch.seconds} if torch else {}
+        blocks = [
+            {name: 1e6 * clock(steps) / steps for name, clock in clocks.items()}
+            for _ in range(_BLOCKS.value + 1)
+        ][1:]
+    row: dict[str, float] = {"ranks": pipeline.ranks, "microbatches": pipeline.microbatches}
+    row |= {f"{name}_us": statistics.median(block[name] for block in blocks) for name in clocks}
+    for name in [*clocks][1:]:
+        ratios = sorted(block["launched"] / block[name] for block in blocks)
+        places = {"": len(ratios) // 2, " q1": len(ratios) // 4, " q3": -1 - len(ratios) // 4}
+        row |= {f"launched/{name}{of}": ratios[place] for of, place in places.items()}
+    return row
+
+
+def empty_rows(row: Callable[[EmptyPipeline, Any], dict[str, float]]) -> list[dict[str, float]]:
+    """A row of each size of the empty pipeline, with a mesh of workers."""
     if not _TORCH_PYTHON.value:
-        print("empty: torch is left out; --torch_python names a Python that has it")
+        print("torch is left out; --torch_python names a Python that has it")
     rows = []
     for ranks in map(int, _RANKS.value):
         with pinned_mesh(ranks) as mesh:
             for microbatches in map(int, _MICROBATCHES.value):
-                pipeline = EmptyPipeline(ranks, microbatches, width=_WIDTH.value)
-                rows.append(empty_row(pipeline, mesh))
+                rows.append(row(EmptyPipeline(ranks, microbatches, width=_WIDTH.value), mesh))
     return rows
 
 
@@ -384,7 +413,8 @@ def cell(value: Any) -> str:
 def main(_: list[str]) -> None:
     make_devices()
     measures = {
-        "empty": measure_empty,
+        "empty": functools.partial(empty_rows, empty_row),
+        "launched": functools.partial(empty_rows, launched_row),
         "threads": measure_threads,
         "speedup": measure_speedup,
         "local": measure_local,

@@ -4,7 +4,7 @@ Two processes send a message to and fro; half the time of a round trip is what o
 a `jax.Array` is there. Beside it is the time of a copy of as many bytes within a process: where
 machines differ, or others use them too, the ratio says more than the time.
 
-    python -m benchmarks.transport --kinds=unix,tcp,jax
+    python -m benchmarks.transport --kinds=unix,tcp,jax,device_put
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ import time
 from typing import Any
 
 from absl import app, flags
+
+from jaxpp.runtime.transport import leave_processes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("kinds", ["unix", "tcp", "jax"], "The sorts of connection to measure.")
@@ -66,7 +68,30 @@ def run(rank, pipe, cases, cores):
     """One of the two processes; gives the time of each case, one way, in seconds."""
     if cores:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    return [one_way(rank, pipe, case) for case in cases]
+    joined = any(case.kind == "device_put" for case in cases)
+    if joined:
+        join(rank, pipe)
+    found = [one_way(rank, pipe, case) for case in cases]
+    if joined:
+        leave_processes()  # both at once
+    return found
+
+
+def join(rank, pipe):
+    """Joins the two processes for JAX's transfers between them."""
+    import jax
+
+    from jaxpp.runtime.transport import free_port, join_processes
+
+    host = "127.0.0.1"
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port()}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
+    if rank == 0:
+        pipe.send(f"{host}:{free_port()}")
+    coordinator = pipe.recv()
+    if rank:
+        pipe.send(coordinator)
+    join_processes(coordinator, 2, rank, host=host)
 
 
 def one_way(rank, pipe, case):
@@ -76,22 +101,26 @@ def one_way(rank, pipe, case):
     import numpy as np
 
     from jaxpp._program import Message
-    from jaxpp.runtime.transport import Pulls, SocketTransport
+    from jaxpp.runtime.transport import Pulls, Puts, SocketTransport
 
     length = case.nbytes // 4 // case.arrays
     values = [jnp.arange(length, dtype=jnp.int32) + n for n in range(case.arrays)]
     avals, names = tuple(v.aval for v in values), ("x",) * case.arrays
     there, back = [Message(r, r, 1 - r, names, names, avals) for r in (0, 1)]
-    home, secret = jax.devices()[0], b"of the benchmark"
+    home, secret = jax.local_devices()[0], b"of the benchmark"
     pulls = Pulls(home) if case.kind == "jax" else None
-    kind: Any = "auto" if pulls else case.kind
-    transport = SocketTransport({rank: home}, secret, kind=kind, pulls=pulls)
+    puts = None
+    if case.kind == "device_put":
+        homes = {device.process_index: device for device in jax.devices()}
+        puts = Puts(homes, {rank}, lambda program: None)
+    kind: Any = "auto" if pulls or puts else case.kind
+    transport = SocketTransport({rank: home}, secret, kind=kind, pulls=pulls, puts=puts)
     try:
         pipe.send(transport.addresses)
         transport.connect({1 - rank: pipe.recv()})
         pipe.send("connected")
         pipe.recv()  # only when both have, they are
-        transport.expect([there, back])
+        transport.expect([there, back], transfers=[there, back])
         samples = []
         for repeat in range(case.repeats + 1):
             start = time.perf_counter()
@@ -100,9 +129,9 @@ def one_way(rank, pipe, case):
                 transport.begin(repeat * case.rounds + n)
                 if rank == 0:
                     transport.send(arrived, there)
-                    arrived = transport.receive(back)
+                    arrived = jax.block_until_ready(transport.receive(back))
                 else:
-                    arrived = transport.receive(there)
+                    arrived = jax.block_until_ready(transport.receive(there))
                     transport.send(arrived, back)
             transport.flush()
             samples.append((time.perf_counter() - start) / case.rounds / 2)

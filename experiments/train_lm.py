@@ -7,6 +7,8 @@
     python -m experiments.train_lm --model=llama2 --width=64 --pp=2 --dp=2 --mp=2 --zero1 --verify
     python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --restarts=3
     python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --resume
+    torchrun --nproc-per-node=2 -m experiments.train_lm --mesh=launched
+    python -m experiments.train_lm --log=my_logger:log --device=h100
 
 By default the model is a byte-level GPT; `--model` takes others (see `training/models.py`), which
 read the same bytes. The ranks of the pipeline are devices of this process: CPU devices, made for
@@ -14,8 +16,11 @@ the run, or the accelerators that JAX finds (shared between ranks where there ar
 rank there are `--dp` replicas, each with sequences of its own, and `--mp` devices of each share the
 heads and features of its layers.
 With `--mesh=ray` they are processes of a Ray session: of the one that is there, or of one made for
-the run. The output folder gets `metrics.jsonl`, checkpoints, pictures of the losses and of the
-schedule, a trace (`--profile`), and a sample of generated text.
+the run. With `--mesh=launched` they are shared out to the processes that torchrun, mpirun or srun
+has started with this script, of which the first one writes and prints. The output folder gets
+`metrics.jsonl`, checkpoints, pictures of the losses and of the schedule, a trace (`--profile`), and
+a sample of generated text. `--log` names a function that gets the metrics of each step:
+docs/logging.md has some for TensorBoard, wandb and clu.
 
 A run that was killed goes on from its last checkpoint with `--resume` and the same other flags, and
 has the losses that it would have had, to the bit: a step's batch and dropout keys follow from its
@@ -42,10 +47,17 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 
 import jaxpp
 from experiments.models import gpt, parallel, sliced_gpt
-from experiments.training import checkpoints, compare, data, flags, log, models, sample
+from experiments.training import checkpoints, compare, data, flags, models, rows, sample
 from experiments.training.config import Config
-from experiments.training.log import Row
-from experiments.training.mesh import Mesh, make_devices, make_mesh, profiling
+from experiments.training.mesh import (
+    Mesh,
+    device_name,
+    is_first,
+    make_devices,
+    make_mesh,
+    profiling,
+)
+from experiments.training.rows import Row
 
 # The first steps compile, fill caches, and may be traced: the throughput leaves them out.
 UNTIMED_STEPS = 7
@@ -59,6 +71,8 @@ REMAT_POLICIES = {
 State = tuple[Any, optax.OptState]
 Step = Callable[..., tuple[Any, optax.OptState, Float[Array, ""]]]
 Loss = Callable[..., Float[Array, ""]]
+#: Gets the number of a step, from 1, and its metrics.
+Log = Callable[[int, dict[str, float]], None]
 
 # ---- the train step, as for one device ----------------------------------------------------------
 
@@ -222,6 +236,9 @@ def train(
     metrics: Sequence[Row] = (),
     around_step: Callable[[int], contextlib.AbstractContextManager] = contextlib.nullcontext,
     after_step: Callable[[Row, State], None] = lambda row, state: None,
+    log: Log = lambda number, values: None,
+    mfu: Callable[[float], float] | None = None,
+    quiet: bool = False,
 ) -> tuple[Any, list[Row]]:
     """Trains, and shows how it goes.
 
@@ -235,6 +252,11 @@ def train(
         metrics: the rows of the steps that led to `state`.
         around_step: gives what surrounds a step, from its number among those of this call, from 1.
         after_step: gets the row and the new state of each step.
+        log: gets the number of each step and its metrics: the "loss", what it took ("seconds"),
+            "tokens_per_second", with `mfu` its "mfu", and where it was evaluated the
+            "held_out_loss".
+        mfu: gives the model FLOPs utilization of a step that took so many seconds.
+        quiet: whether it shows nothing.
 
     Returns:
         the trained model, and a row for each step: its number, its loss (nats a byte), what it
@@ -244,7 +266,9 @@ def train(
     metrics = list(metrics)
     first = len(metrics)
     batches = training_batches(config, corpus, first)
-    progress = tqdm.tqdm(batches, initial=first, total=config.steps, desc=title, disable=None)
+    progress = tqdm.tqdm(
+        batches, initial=first, total=config.steps, desc=title, disable=quiet or None
+    )
     for number, (tokens, keys) in enumerate(progress, start=first + 1):
         with around_step(number - first):
             start = time.perf_counter()
@@ -255,11 +279,24 @@ def train(
         if evaluate and (number % config.eval_every == 0 or number == config.steps):
             metrics[-1]["held_out_loss"] = evaluate(model)
         after_step(metrics[-1], (model, opt_state))
+        log(number, logged(config, metrics[-1], mfu))
         speed = throughput(config, metrics)
-        if progress.disable and (number % config.eval_every == 0 or number == config.steps):
+        if (
+            progress.disable
+            and not quiet
+            and (number % config.eval_every == 0 or number == config.steps)
+        ):
             print(f"{title}: step {number}, loss {loss:.3f}, {speed:.0f} tokens a second")
         progress.set_postfix(loss=f"{loss:.3f}", tokens_per_second=f"{speed:.0f}")
     return model, metrics
+
+
+def logged(config: Config, row: Row, mfu: Callable[[float], float] | None) -> dict[str, float]:
+    """The metrics of a step, as a logger gets them."""
+    seconds = row["seconds"]
+    values = {name: value for name, value in row.items() if name != "step"}
+    values["tokens_per_second"] = config.batch_size * config.sequence_length / seconds
+    return values | ({"mfu": mfu(seconds)} if mfu else {})
 
 
 def throughput(config: Config, metrics: list[Row]) -> float:
@@ -275,8 +312,17 @@ def held_out_loss(config: Config, loss_fn: Loss, model: Any, corpus: data.Corpus
     return statistics.mean(float(loss_fn(model, tokens)) for tokens in batches)
 
 
-def run(config: Config, mesh: Mesh, corpus: data.Corpus) -> tuple[Any, list[Row]]:
+def run(
+    config: Config, mesh: Mesh, corpus: data.Corpus, log: Log | None = None
+) -> tuple[Any, list[Row]]:
     """Trains on a mesh, and goes on from the last checkpoint when a process of it dies.
+
+    Args:
+        config: the training.
+        mesh: where it runs.
+        corpus: the text.
+        log: gets the number and the metrics of each step, as `train` says; by default that of the
+            configuration. Steps that are done again, after a checkpoint, are logged again.
 
     Returns:
         the trained model, on one device, and the rows of `train`.
@@ -284,6 +330,11 @@ def run(config: Config, mesh: Mesh, corpus: data.Corpus) -> tuple[Any, list[Row]
     like = eqx.filter_eval_shape(initial_state, config)
     step_fn, loss_fn = make_pipeline(config, mesh)
     step_fn = step_fn.lower(*like, *next(training_batches(config, corpus))).compile()
+    first = is_first(mesh)
+    log = (log or config.logger) if first else (lambda number, values: None)
+    mfu = None
+    if device := device_name(config):
+        mfu = functools.partial(step_fn.mfu, device=device)
 
     def attempt():
         with checkpoints.manager(config) as saved:
@@ -292,8 +343,8 @@ def run(config: Config, mesh: Mesh, corpus: data.Corpus) -> tuple[Any, list[Row]
             else:
                 places = step_fn.input_shardings[:2]
                 state = saved.restore(last, args=jaxpp.restore_args(like, places))
-                metrics = log.read(checkpoints.metrics_file(config), last)
-            with checkpoints.recording(config, saved, metrics) as after_step:
+                metrics = rows.read(checkpoints.metrics_file(config), last)
+            with checkpoints.recording(config, saved, metrics, first) as after_step:
                 return train(
                     config,
                     step_fn,
@@ -304,6 +355,9 @@ def run(config: Config, mesh: Mesh, corpus: data.Corpus) -> tuple[Any, list[Row]
                     metrics=metrics,
                     around_step=lambda step: profiling(config, mesh, step),
                     after_step=after_step,
+                    log=log,
+                    mfu=mfu,
+                    quiet=not first,
                 )
 
     for restarts_left in reversed(range(config.restarts + 1)):
@@ -366,7 +420,7 @@ def plot_schedule(config: Config) -> None:
 
 def report(config: Config, corpus: data.Corpus, model: Any, metrics: list[Row]) -> None:
     """Leaves pictures and text in the output folder, and tells how the training went."""
-    log.plot_losses(metrics, config.folder / "loss.png")
+    rows.plot_losses(metrics, config.folder / "loss.png")
     last = metrics[-1]
     print(f"loss {last['loss']:.3f}, held out {last['held_out_loss']:.3f} nats a byte")
     speed = throughput(config, metrics)
@@ -389,10 +443,13 @@ def main(read_flags: Callable[[], Config], _: list[str]) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(f"train_lm: {error}") from error
     make_devices(config)
-    plot_schedule(config)
     with make_mesh(config) as mesh:
+        first = is_first(mesh)
+        if first:
+            plot_schedule(config)
         model, metrics = run(config, mesh, corpus)
-    report(config, corpus, model, metrics)
+    if first:
+        report(config, corpus, model, metrics)
 
 
 if __name__ == "__main__":

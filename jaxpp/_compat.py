@@ -41,6 +41,7 @@ from jax._src.state import AbstractRef, discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.experimental.key_reuse import _core as key_reuse
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import primitives
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
@@ -184,6 +185,23 @@ def without_ref_effects(eqn):
     """Removes from an equation the effects of making references."""
     own = {e for e in eqn.effects if not isinstance(e, core.InternalMutableArrayEffect)}
     return eqn.replace(effects=own)
+
+
+def call_apart(fun: Callable, name: str, *args):
+    """Calls a function as an equation of its own, which XLA is told to leave a call."""
+
+    def called(*args):
+        with set_xla_metadata(inlineable=None):  # calls inside it are as they are
+            return fun(*args)
+
+    called.__name__ = called.__qualname__ = name
+    with set_xla_metadata(inlineable="false"):
+        return jax.jit(called)(*args)
+
+
+def is_call_apart(eqn) -> bool:
+    """Tells whether an equation was made by `call_apart`."""
+    return (eqn.ctx.xla_metadata or {}).get("inlineable") == "false"
 
 
 def is_ordered(eqn) -> bool:
@@ -840,7 +858,7 @@ _CONTEXT_FIELDS = [n for n in core.JaxprEqnContext.__slots__ if n not in ("confi
 def _make_context(*fields: Any) -> Any:
     create: Any = core.JaxprEqnContext._create
     *others, metadata = fields
-    return create(*others, metadata and tuple(sorted(metadata.items())))
+    return create(*others, None if metadata is None else tuple(sorted(metadata.items())))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -55,6 +55,7 @@ class Run:
     `task` is the task of a loop that it is, None for a part around the loops, and `loop` the number
     of the loop. In a step of several loops, `task` numbers the stages of each on from those of the
     loops before: behind a loop of two stages, `F2.0` is the forward of a second loop's stage 0.
+    `others` are the tasks that run together with it, in the same computation.
     """
 
     computation: int
@@ -63,6 +64,12 @@ class Run:
     label: str
     task: Task | None = None
     loop: int = 0
+    others: tuple[Task, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks that it is."""
+        return (self.task, *self.others) if self.task else ()
 
     @property
     def lane(self) -> str:
@@ -282,7 +289,7 @@ class Bundle:
 
     def _line(self, instruction: Instruction) -> str:
         match instruction:
-            case Run(number, inputs, outputs, label, _, _):
+            case Run(number, inputs, outputs, label):
                 own = self.computations[number]
                 shown = " ".join(
                     f"{s}!" if i in own.donated else f"{s}" for i, s in enumerate(inputs)
@@ -357,5 +364,5 @@ class Mesh(Protocol):
 
 #: What the rooms above give to `place`, by name: `"mesh"` makes the mesh for a number of ranks if
 #: `place` is given none, `"mesh_of"` makes it of a shape and devices, `"certify"` proves a lowered
-#: step.
+#: step, `"device"` finds the figures of a device by its name.
 PROVIDED: dict[str, Callable[..., Any]] = {}

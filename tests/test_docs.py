@@ -54,7 +54,8 @@ def run(page, folder):
 
 def printed(arguments, folder):
     """Runs Python in a folder, and gives what it prints."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    ours = ("JAX_", "XLA_", "COLUMNS")  # pytest-xdist tells the width of the terminal
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True

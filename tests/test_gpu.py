@@ -19,8 +19,15 @@ def _loss(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
 
 
-@pytest.mark.parametrize("schedule", [jaxpp.schedules.OneFOneB(), jaxpp.schedules.ZeroBubbleH1()])
-def test_step_on_gpu_equals_the_plain_step(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "fuse"),
+    [
+        (jaxpp.schedules.OneFOneB(), "none"),
+        (jaxpp.schedules.ZeroBubbleH1(), "chains"),
+        (jaxpp.schedules.DualPipe(), "pairs"),
+    ],
+)
+def test_step_on_gpu_equals_the_plain_step(schedule, fuse):
     model = eqx.nn.MLP(16, 16, 32, 3, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (24, 16))
     gpus = jax.devices("gpu")
@@ -34,8 +41,8 @@ def test_step_on_gpu_equals_the_plain_step(schedule):
         return step
 
     staged = jaxpp.wrap_forward(jaxpp.split_stages(_loss, 4))
-    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), 4)
-    placed = jaxpp.place(step_of(jaxpp.schedule(grad_fn, schedule)), mesh)
+    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), 8)
+    placed = jaxpp.place(step_of(jaxpp.schedule(grad_fn, schedule)), mesh, fuse=fuse)
     plain = eqx.filter_jit(step_of(eqx.filter_value_and_grad(_loss)))
     for _ in range(3):
         got, expected = placed(model, x), plain(model, x)

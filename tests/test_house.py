@@ -275,9 +275,8 @@ def circle(sources):
     """
     graph = {module: set() for module in sources}
     for module, source in sources.items():
-        tree = parsed(source)
-        tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_")]
-        for name in imports(tree):
+        body = [n for n in parsed(source).body if not ast.unparse(n).startswith("if TYPE_")]
+        for name in imports(ast.Module(body, [])):
             imported = name if name in sources else name.rpartition(".")[0]
             if imported in sources and imported != module:
                 graph[module].add(imported)
@@ -300,8 +299,11 @@ def test_a_circle_would_be_found():
 # ---- exports ------------------------------------------------------------------------------------
 
 
-#: What tells a type checker of the names that are imported when a program first asks for one.
-LATE_NAMES = "if TYPE_CHECKING:\n    from jaxpp._names import *"
+#: What imports names when a program first asks for one, and tells a type checker of them.
+LATE_NAMES = (
+    "if TYPE_CHECKING:\n    from jaxpp._names import *\n"
+    "else:\n    from jaxpp._spellings import __getattr__ as __getattr__"
+)
 
 
 def other_than_exports(source):

@@ -8,9 +8,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 import jaxpp
-from experiments.training import log
+from experiments.training import rows
 from experiments.training.config import Config
-from experiments.training.log import Row
+from experiments.training.rows import Row
 
 
 def manager(config: Config) -> ocp.CheckpointManager:
@@ -42,7 +42,10 @@ def open_output(config: Config) -> None:
 
 @contextlib.contextmanager
 def recording(
-    config: Config, checkpoints: ocp.CheckpointManager, metrics: Sequence[Row]
+    config: Config,
+    checkpoints: ocp.CheckpointManager,
+    metrics: Sequence[Row],
+    writes: bool = True,
 ) -> Iterator[Callable[[Row, Any], None]]:
     """A hook for each step of a training that writes its row to a file, and checkpoints.
 
@@ -51,9 +54,11 @@ def recording(
         checkpoints: where to.
         metrics: the rows that the file starts with; what it had more of is of steps that a run did
             after its last checkpoint, and are done again.
+        writes: whether this process writes the rows; all processes save their checkpoints.
     """
     every = config.checkpoint_every
-    with log.writing(metrics_file(config), metrics) as add_row:
+    unwritten = contextlib.nullcontext(lambda row: None)
+    with rows.writing(metrics_file(config), metrics) if writes else unwritten as add_row:
 
         def after_step(row: Row, state: Any) -> None:
             add_row(row)  # before the checkpoint: a step that is not done again has its row

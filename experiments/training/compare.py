@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from experiments.training.log import Row
+from experiments.training.rows import Row
 
 # Relative. The training amplifies roundings, and in bfloat16 these are 2^-9 of each parameter.
 TOLERANCES = {

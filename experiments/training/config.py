@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import math
 import pathlib
+import pkgutil
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jaxpp
 from experiments.training import models
+from jaxpp.planning import DEVICES
 
 #: The step that `profile` traces; the steps before it compile and fill caches.
 PROFILED_STEP = 6
@@ -91,8 +94,9 @@ class Config:
     # ---- the mesh
     mesh: str = option(
         "local",
-        "Whether ranks are devices of this process, or processes.",
-        choices=("local", "ray"),
+        "Whether ranks are devices of this process, processes of Ray, or of the processes that "
+        "srun, mpirun or torchrun has started, each with this script.",
+        choices=("local", "ray", "launched"),
     )
     cores: int | None = option(
         None, "CPU cores that a process of mesh=ray is bound to; without it, it has all.", lower=1
@@ -119,6 +123,16 @@ class Config:
     resume: bool = option(False, "Whether to go on from the last checkpoint in the output folder.")
     restarts: int = option(
         0, "How often mesh=ray goes on from the last checkpoint when a process dies.", lower=0
+    )
+    log: str | None = option(
+        None,
+        "A function log(step_number, metrics) that each step calls, as package.module:function.",
+    )
+    device: str | None = option(
+        None,
+        "The device whose peak in bfloat16 the logged mfu is a share of; without it that of this "
+        "process, if it is known.",
+        choices=tuple(DEVICES),
     )
     profile: bool = option(False, "Whether to trace the 6th step of this run.")
     sample_bytes: int = option(256, "Bytes of text generated at the end.", lower=0)
@@ -151,6 +165,21 @@ class Config:
         """The schedule that `schedule` names."""
         return jaxpp.schedules.by_name(self.schedule)
 
+    @functools.cached_property
+    def logger(self) -> Callable[[int, dict[str, float]], Any]:
+        """The function that `log` names; one that does nothing without it."""
+        if self.log is None:
+            return lambda number, values: None
+        try:
+            found = pkgutil.resolve_name(self.log)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"log is package.module:function, which is imported; got {self.log!r}: {error}."
+            ) from error
+        if not callable(found):
+            raise ValueError(f"log={self.log} is no function: {found!r}.")
+        return found
+
     @property
     def stages(self) -> int:
         return self.ranks * self.order.stages_per_rank
@@ -178,6 +207,7 @@ class Config:
         self._check_pipeline()
         self._check_batch()
         self._check_mesh()
+        _ = self.logger  # so that a wrong name is an error here
 
     def _check_model(self) -> None:
         sizes = self.sizes

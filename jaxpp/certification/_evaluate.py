@@ -290,7 +290,9 @@ class _Code:
             operands = [values[i] for i in inputs]
             if eqn.effects and (number := microbatch_of(eqn)) is not None:
                 evaluator.microbatch = number
-            number = None if eqn.effects else number_of(operands)
+            # A call finds its number by itself, once it has cut its slices.
+            alone = eqn.effects or eqn.primitive.name in _equations.CALLS
+            number = None if alone else number_of(operands)
             if number is None:
                 made = rule(operands)
             else:

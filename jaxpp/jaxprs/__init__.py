@@ -38,6 +38,7 @@ from jaxpp.jaxprs._equations import is_literal as is_literal
 from jaxpp.jaxprs._equations import literal as literal
 from jaxpp.jaxprs._equations import literal_array as literal_array
 from jaxpp.jaxprs._equations import literal_of as literal_of
+from jaxpp.jaxprs._equations import manual_axes as manual_axes
 from jaxpp.jaxprs._equations import map_jaxprs as map_jaxprs
 from jaxpp.jaxprs._equations import opened as opened
 from jaxpp.jaxprs._equations import operands_of as operands_of
@@ -69,6 +70,7 @@ from jaxpp.jaxprs._parts import ancestors as ancestors
 from jaxpp.jaxprs._parts import descendants as descendants
 from jaxpp.jaxprs._parts import needed as needed
 from jaxpp.jaxprs._parts import part as part
+from jaxpp.jaxprs._products import Products as Products
 from jaxpp.jaxprs._rewrite import Replacement as Replacement
 from jaxpp.jaxprs._rewrite import Substitution as Substitution
 from jaxpp.jaxprs._rewrite import inline as inline

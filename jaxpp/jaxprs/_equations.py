@@ -88,6 +88,12 @@ def opened(jaxpr: Any) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
 
 
+def manual_axes(eqn: Eqn) -> Any:
+    """Returns the axes that a `shard_map` is over."""
+    params = eqn.params
+    return params.get("newly_manual_axes", params.get("manual_axes", params["mesh"].axis_names))
+
+
 def shardings_of(eqn: Eqn) -> list[jax.sharding.Sharding]:
     """Returns the shardings that a `jax.jit` call has for its arguments and results."""
     given = [eqn.params.get(name) or () for name in ("in_shardings", "out_shardings")]

@@ -14,9 +14,10 @@ Cost = Callable[[Eqn], float]
 def flops(eqn: Eqn) -> float:
     """Counts the floating-point operations of an equation, run forward and once.
 
-    A matrix product of an m x k by a k x n array counts 2mkn, a convolution 2 per output element
-    and kernel element, a loop its body times its length, a conditional its dearest branch, a
-    reduction one per input element, and anything else one per output element.
+    A matrix product of an m x k by a k x n array counts 2mkn, also where it is ragged, a
+    convolution 2 per output element and kernel element, a loop its body times its length, a
+    conditional its dearest branch, a reduction one per input element, and anything else one per
+    output element.
 
     Args:
         eqn: an equation of a jaxpr.
@@ -36,6 +37,12 @@ def flops(eqn: Eqn) -> float:
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
         return 2.0 * results[0].size * math.prod(operands[0].shape[d] for d in contract)
+    if name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contract), (_, batch) = numbers.dot_dimension_numbers
+        shared = {*contract, *batch, *numbers.rhs_group_dimensions}
+        free = [n for d, n in enumerate(operands[1].shape) if d not in shared]
+        return 2.0 * operands[0].size * math.prod(free)
     if name == "conv_general_dilated":
         kernel = operands[1]
         out_channels = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]

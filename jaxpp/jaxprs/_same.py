@@ -46,6 +46,16 @@ def structure(jaxpr, *, differentiable: bool = False) -> Any:
     return head, body, tuple(map(atom, inside.outvars)), consts
 
 
+def key_of_params(eqn) -> Any:
+    """Makes a hashable key of the parameters of an equation that is not differentiated any more."""
+    return _params(eqn, False)
+
+
+def key_of_value(value: Any) -> Any:
+    """Makes a hashable key of a value, such as that of a literal."""
+    return _hashable(value, False)
+
+
 _DERIVATIVE_RULES = frozenset(
     {"jvp_jaxpr_fun", "jvp", "fwd_jaxpr_thunk", "bwd", "fwd", "out_trees", "symbolic_zeros"}
 )

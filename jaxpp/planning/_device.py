@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from jaxpp._program import PROVIDED
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -74,3 +76,6 @@ def device_of(device: Device | str) -> Device:
             f"jaxpp.Device of your own: Device(flops=..., bandwidth=..., memory=...)."
         )
     return DEVICES[device]
+
+
+PROVIDED["device"] = device_of

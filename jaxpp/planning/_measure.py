@@ -242,10 +242,10 @@ def _device_of(local: LocalStep) -> tuple[int, ...]:
 def _table(local: LocalStep) -> Table:
     """Makes the table of the tasks of each device, in the order of dispatch."""
     device_of = _device_of(local)
-    orders: list[list[Task]] = [[] for _ in set(device_of)]
+    orders: list[list[tuple[Task, ...]]] = [[] for _ in set(device_of)]
     for rank, chunk in local.order:
-        orders[device_of[rank]] += [i.task for i in chunk if isinstance(i, Run) and i.task]
-    return table_of(orders)
+        orders[device_of[rank]] += [i.tasks for i in chunk if isinstance(i, Run)]
+    return table_of(orders, dependencies_of(local.bundle))
 
 
 # ---- the clocks ---------------------------------------------------------------------------------
@@ -262,21 +262,21 @@ class _OneByOne:
     def __call__(self) -> None:
         local = self._local
         for rank, chunk in local.order:
-            task = None
+            tasks: tuple[Task, ...] = ()
             for instruction in chunk:
                 start = time.perf_counter()
                 _execute(local, rank, instruction)
                 end = time.perf_counter()
                 if isinstance(instruction, Run):
-                    task = instruction.task
-                    self.runs.append((self._device_of[rank], task, start, end))
+                    tasks = instruction.tasks
+                    self.runs.append((self._device_of[rank], tasks, start, end))
                 elif isinstance(instruction, Send):
                     message = instruction.message
-                    if "edge" not in message.kinds or task is None:
-                        self.runs.append((self._device_of[rank], None, start, end))
+                    if "edge" not in message.kinds or not tasks:
+                        self.runs.append((self._device_of[rank], (), start, end))
                     elif self._device_of[message.target] != self._device_of[rank]:
-                        key = (task.kind, task.stage)
-                        self.transfers.append((key, message.nbytes, end - start))
+                        sent = message.nbytes, end - start
+                        self.transfers += [((t.kind, t.stage), *sent) for t in tasks]
 
 
 class _ByDevice:
@@ -324,7 +324,7 @@ class _ByDevice:
                 start = time.perf_counter()
                 _execute(self._local, rank, instruction)
                 end = time.perf_counter()
-                self.runs.append((self._device_of[rank], instruction.task, start, end))
+                self.runs.append((self._device_of[rank], instruction.tasks, start, end))
             else:
                 executor.execute((instruction,))
                 if isinstance(instruction, Send):
@@ -352,8 +352,8 @@ def _around(
     for runs in calls:
         for device in range(num_devices):
             mine = [run for run in runs if run[0] == device]
-            first = next(n for n, (_, task, _, _) in enumerate(mine) if task)
+            first = next(n for n, (_, tasks, _, _) in enumerate(mine) if tasks)
             for part in (mine[:first], mine[first:]):
-                sums.append(sum(t1 - t0 for _, task, t0, t1 in part if task is None))
+                sums.append(sum(t1 - t0 for _, tasks, t0, t1 in part if not tasks))
     before, after = np.median(np.reshape(sums, (-1, num_devices, 2)), axis=0).T.tolist()
     return tuple(before), tuple(after)

@@ -55,7 +55,7 @@ class Plan(Candidate):
     others: tuple[Candidate, ...] = ()
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 6
+    VERSION: ClassVar[int] = 7
 
     @property
     def cuts(self) -> UnitCuts:
@@ -72,9 +72,7 @@ class Plan(Candidate):
     def costs(self) -> Costs:
         """The times of the plan's tasks on the device that was profiled, for `predict`."""
         assert self.choice is not None, "it has a table"
-        return dataclasses.replace(
-            self.problem.settings[self.microbatches].costs(self.choice), unit="s"
-        )
+        return self.problem.settings[self.microbatches].costs(self.choice)
 
     @property
     def timeline(self) -> Timeline:

@@ -52,6 +52,10 @@ class Moment:
         """All bytes of the device: those of the host are no part of them."""
         return sum(n for kind, n in self.bytes.items() if kind != HOST)
 
+    def __str__(self) -> str:
+        kinds = sorted(self.bytes.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
+
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
@@ -108,9 +112,7 @@ class Prediction:
     def __str__(self) -> str:
         lines = [f"{self.seconds:.6g} s, bubble {self.timeline.bubble_fraction:.1%} of the tasks"]
         for rank, peak in enumerate(self.peaks):
-            kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
-            held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
-            lines.append(f"rank {rank}: {format_bytes(peak.total)} in {peak.running}: {held}")
+            lines.append(f"rank {rank}: {format_bytes(peak.total)} in {peak.running}: {peak}")
         return "\n".join(lines)
 
 
@@ -230,8 +232,9 @@ def predict(
     known = isinstance(costs, Costs | Measurement | Trace)
     device = None if known else device_of(costs)
     model = _model(costs, device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
-    table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
-    timeline = simulate(table, model, dependencies=dependencies_of(bundle))
+    needs = dependencies_of(bundle)
+    table = table_of([[run.tasks for run in _runs(p)] for p in bundle.programs], needs)
+    timeline = simulate(table, model, dependencies=needs)
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
     prediction = _predicted(bundle, ranks, timeline, around)
     limit = device.memory if memory_limit is None and device is not None else memory_limit
@@ -311,7 +314,7 @@ def _runs(program: Program) -> list[Run]:
 
 def _for_each_loop(costs: Costs, bundle: Bundle) -> Costs:
     """Lets costs of stages count for those of each loop of a step, which are numbered on."""
-    each = [(r.loop, r.task.stage) for p in bundle.programs for r in _runs(p) if r.task]
+    each = [(r.loop, t.stage) for p in bundle.programs for r in _runs(p) for t in r.tasks]
     firsts = {loop: min(s for other, s in each if other == loop) for loop in dict(each)}
     if len(firsts) < 2:
         return costs
@@ -339,10 +342,11 @@ def _for_each_loop(costs: Costs, bundle: Bundle) -> Costs:
 def _placement(bundle: Bundle, loop: Any) -> list[int]:
     """Returns the rank of each stage of a loop."""
     ranks = {
-        run.task.stage: rank
+        task.stage: rank
         for rank, program in enumerate(bundle.programs)
         for run in _runs(program)
-        if run.task and run.loop == loop
+        for task in run.tasks
+        if run.loop == loop
     }
     return [ranks[stage] for stage in sorted(ranks)]
 
@@ -361,18 +365,21 @@ def _costs_on(
         ValueError: the step offloads, and nobody knows how fast the device copies.
     """
     times: dict[Key, float] = {}
+    joined: dict[Key, float] = {}  # of tasks that run as one: equal parts of its time
     sent: dict[Key, int] = {}
     for program, own in zip(bundle.programs, ranks, strict=True):
-        last: Key | None = None
+        last: list[Key] = []
         for instruction in program.instructions:
             if isinstance(instruction, Run):
                 task = instruction.task
-                last = (task.kind, task.stage) if task else None
-                if task and last and task.kind.lane == "collective":
+                last = [(t.kind, t.stage) for t in instruction.tasks]
+                if task and task.kind.lane == "collective":
                     found = own.analyses[instruction.computation]
-                    times[last] = device.seconds(found.flops, found.accessed_bytes)
-                    times[last] += _gathered_bytes(bundle, own, instruction) / reduction_bandwidth
-                elif task and last and task.kind.lane == "copy":
+                    times[last[0]] = device.seconds(found.flops, found.accessed_bytes)
+                    times[last[0]] += (
+                        _gathered_bytes(bundle, own, instruction) / reduction_bandwidth
+                    )
+                elif task and task.kind.lane == "copy":
                     if not device.host_bandwidth:
                         raise ValueError(
                             f"predict: {task.describe()} copies to host memory or back, and the "
@@ -383,14 +390,17 @@ def _costs_on(
                     specs = copied.out_specs or ((),) * len(copied.jaxpr.out_avals)
                     each = zip(copied.jaxpr.out_avals, specs, strict=True)
                     nbytes = sum(array_bytes(aval, spec, own.axes) for aval, spec in each)
-                    times[last] = nbytes / device.host_bandwidth
-                elif last:
+                    times[last[0]] = nbytes / device.host_bandwidth
+                else:
                     found = own.analyses[instruction.computation]
-                    times[last] = device.seconds(found.flops, found.accessed_bytes)
-            elif isinstance(instruction, Send) and last:
-                sent[last] = max(sent.get(last, 0), instruction.message.nbytes)
+                    seconds = device.seconds(found.flops, found.accessed_bytes) / (len(last) or 1)
+                    known = times if len(last) == 1 else joined
+                    known.update(dict.fromkeys(last, seconds))
+            elif isinstance(instruction, Send):
+                for key in last:
+                    sent[key] = max(sent.get(key, 0), instruction.message.nbytes)
     return Costs.measured(
-        times,
+        {**joined, **times},
         latency=latency,
         bandwidth=bandwidth,
         edge_bytes=lambda task: sent.get((task.kind, task.stage), 0),
@@ -518,14 +528,12 @@ def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> Non
         )
     for rank, (peak, most) in enumerate(zip(peaks, limits, strict=True)):
         if peak.total > most:
-            kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
-            held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
-            state = sum(n for kind, n in kinds if kind in ("parameters", "optimizer"))
+            state = sum(peak.bytes.get(kind, 0) for kind in ("parameters", "optimizer"))
             alone = " Parameters and optimizer state alone exceed it." if state > most else ""
             raise ValueError(
                 f"predict: rank {rank} needs {format_bytes(peak.total)} in {peak.running}, "
                 f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more "
-                f"than its limit of {format_bytes(most)}: {held}.{alone} Compute activations again "
+                f"than its limit of {format_bytes(most)}: {peak}.{alone} Compute activations again "
                 f"(wrap_forward(f, policy=), or jaxpp.schedules.Recompute), take a "
                 f"schedule that holds fewer microbatches or more of them that are smaller, or "
                 f"split what is there all the time (zero1=, zero3=, more ranks)."

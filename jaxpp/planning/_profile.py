@@ -27,7 +27,7 @@ from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
 from jaxpp.planning.search import Choice, Layers, Options, Setting
 from jaxpp.runtime.executor import array_bytes
 from jaxpp.runtime.local import LocalStep, MpmdMesh
-from jaxpp.runtime.trace import Clocked, Key
+from jaxpp.runtime.trace import Clocked, Key, dependencies_of
 from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind, Schedule
 from jaxpp.transforms import place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
@@ -57,6 +57,7 @@ class Profile(UnitCosts):
         memory_bandwidth: the bytes that an update of the parameters reads or writes in a second.
         copy: the time in which what each unit keeps goes to the memory of the host, or back; empty
             where the device has no such memory, or nobody knows.
+        inputs: the units that each unit reads; empty where each reads the one before.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -80,6 +81,7 @@ class Profile(UnitCosts):
     parameter_bytes: tuple[int, ...]
     memory_bandwidth: float = math.inf
     copy: tuple[float, ...] = ()
+    inputs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.memory_bandwidth > 0:
@@ -89,7 +91,8 @@ class Profile(UnitCosts):
             )
         for field in dataclasses.fields(self):
             numbers = getattr(self, field.name)
-            for n, number in enumerate(numbers if isinstance(numbers, tuple) else ()):
+            is_list = isinstance(numbers, tuple) and field.name != "inputs"
+            for n, number in enumerate(numbers if is_list else ()):
                 if not 0 <= number < math.inf:
                     raise ValueError(
                         f"Profile: {field.name} of unit {n} is {number}; times and bytes are "
@@ -112,16 +115,17 @@ class Profile(UnitCosts):
             )
         placement = tuple(range(len(units)))
         choice = Choice((0, *itertools.accumulate(units)), (placement,))
-        return dataclasses.replace(self.setting(len(units), 1).costs(choice), unit="s")
+        return self.setting(len(units), 1).costs(choice)
 
     def setting(self, ranks: int, microbatches: int, **options: Unpack[Options]) -> Setting:
         """Returns what a plan for so many ranks follows from, in seconds and bytes."""
         layers = Layers(
             self.forward, self.input_grad, self.weight_grad, self.backward, self.activation_bytes,
             self.parameter_bytes, self.crossing, self.temporary_bytes, self.copy,
+            inputs=self.inputs,
         )  # fmt: skip
         options = {"memory_bandwidth": self.memory_bandwidth, **options}
-        return Setting(layers, ranks, microbatches, is_fed=True, **options)
+        return Setting(layers, ranks, microbatches, is_fed=True, unit="s", **options)
 
     def within(
         self,
@@ -157,7 +161,7 @@ class Profile(UnitCosts):
         return LimitedCuts(self.crossing, self.at_least, self, *own)
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     def save(self, path: _files.Path) -> None:
         """Writes the profile as JSON."""
@@ -273,6 +277,8 @@ def _profile(
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
     )
     kept = _activations(step.bundle, count, sizes)
+    needs = dependencies_of(step.bundle)
+    reads = [sorted(s for k, s in needs[Kind.F, n] if k is Kind.F) for n in range(count)]
     return Profile(
         finest.crossing,
         at_least,
@@ -290,6 +296,7 @@ def _profile(
         ),
         _memory_bandwidth(parameters, mesh, repeats) if figures is None else figures.bandwidth,
         _copies(kept, mesh, repeats, figures),
+        () if reads == [[n - 1] if n else [] for n in range(count)] else tuple(map(tuple, reads)),
     )  # fmt: skip
 
 
@@ -341,8 +348,8 @@ def _times(bundle: Bundle, runs: Sequence[Clocked]) -> dict[Key, float]:
     own = [i for i in program.instructions if isinstance(i, Run)]
     computations = {run.task: run.computation for run in own if run.task}
     seconds: dict[int, list[float]] = {}
-    for _, task, start, end in runs:
-        if task:
+    for _, tasks, start, end in runs:
+        for task in tasks:
             seconds.setdefault(computations[task], []).append(end - start)
     return {
         (task.kind, task.stage): statistics.median(seconds[number])

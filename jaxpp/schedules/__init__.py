@@ -58,6 +58,7 @@ from jaxpp.schedules._simulation import compare as compare
 from jaxpp.schedules._simulation import simulate as simulate
 from jaxpp.schedules._synthesis import SearchOptions as SearchOptions
 from jaxpp.schedules._synthesis import Synthesis as Synthesis
+from jaxpp.schedules._synthesis import Synthesized as Synthesized
 from jaxpp.schedules._synthesis import synthesize as synthesize
 from jaxpp.schedules._table import Table as Table
 from jaxpp.schedules._table import Task as Task

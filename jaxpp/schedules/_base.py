@@ -68,6 +68,23 @@ class Schedule(abc.ABC):
         """
         return (building_blocks.loop(num_ranks, self.stages_per_rank),)
 
+    def for_graph(self, stage_inputs: tuple[tuple[int, ...], ...]) -> "Schedule":
+        """Returns the schedule for stages that read from these; by default itself.
+
+        `jaxpp.schedule` asks for it with what it finds in the function, and then for the table,
+        which gets these stage inputs, whatever the schedule took them to be. An order that is right
+        for a chain of stages is right for each graph whose stages read from earlier ones; a
+        schedule that chooses its order by the graph has a method of its own.
+
+        Args:
+          stage_inputs: for each stage the stages that it reads from.
+
+        >>> from jaxpp.schedules import OneFOneB
+        >>> OneFOneB().for_graph(((), (), (0, 1)))
+        OneFOneB()
+        """
+        return self
+
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
         """Returns the stages that each stage reads from; by default the one before it.
 

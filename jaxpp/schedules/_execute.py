@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules._table import Table, Task, chain
 from jaxpp.schedules.simulator._run import Run, run
 
 #: For a kind of task of a stage, the kinds and stages that it reads from, of the same microbatch.
@@ -48,7 +48,7 @@ def stage_dependencies(
     F1 B2
     """
     if edges is None:
-        inputs = table.stage_inputs or [(s - 1,) if s else () for s in range(table.num_stages)]
+        inputs = table.stage_inputs or chain(table.num_stages)
         edges = [(producer, stage) for stage, own in enumerate(inputs) for producer in own]
     producers: dict[int, list[int]] = {}
     consumers: dict[int, list[int]] = {}

@@ -48,6 +48,11 @@ class Task:
         return f"{self.kind}[stage {self.stage}, microbatch {self.microbatch}]"
 
 
+def chain(num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the stage inputs of a chain: each stage reads from the one before."""
+    return tuple((stage - 1,) if stage else () for stage in range(num_stages))
+
+
 @dataclass(frozen=True)
 class Table:
     """For each rank, the tasks that it runs, in order.
@@ -62,7 +67,8 @@ class Table:
         stage. By default there is one direction, read off the tasks. With two, as in DualPipe, a
         stage is on two ranks, each with a copy of its parameters, and each microbatch takes one
         direction.
-      stage_inputs: for each stage, the stages whose results it reads; by default the one before.
+      stage_inputs: for each stage, the stages whose results it reads; None where that is the one
+        before. In the table of a scheduled function they are those that its stages read.
       overlaps: tasks that run together with the one after them on their rank, as far as the
         hardware can. `simulate` says what that means for time; the order is theirs without it.
       direction_of: for each microbatch, the number of the direction that it takes. With one
@@ -91,6 +97,8 @@ class Table:
         count = max(1, len(self.placement))
         if count == 1 and not self.direction_of:
             object.__setattr__(self, "direction_of", (0,) * self.num_microbatches)
+        if self.stage_inputs == chain(self.num_stages):
+            object.__setattr__(self, "stage_inputs", None)
         known = set(self.direction_of) <= set(range(count))
         if len(self.direction_of) != self.num_microbatches or not known:
             raise ValueError(
@@ -150,7 +158,8 @@ class Table:
         """Returns the same table with every `B` written as `I`, then `W`.
 
         A table that splits some of its backwards is run so: the halves are computations of their
-        own, and a `B` is one after the other.
+        own, and a `B` is one after the other. What overlaps with a `B` overlaps with the half that
+        is next to it.
 
         >>> tasks = (Task(Kind.F, 0, 0), Task(Kind.B, 0, 0))
         >>> print(*Table((tasks,), num_stages=1, num_microbatches=1).with_halves().ranks[0])
@@ -165,7 +174,11 @@ class Table:
             )
             for tasks in self.ranks
         )
-        return dataclasses.replace(self, ranks=ranks, overlaps=frozenset())
+        overlaps = frozenset(
+            dataclasses.replace(task, kind=halves.get(task.kind, (task.kind,))[-1])
+            for task in self.overlaps
+        )
+        return dataclasses.replace(self, ranks=ranks, overlaps=overlaps)
 
     def with_recomputation(self, which: Callable[[Task], bool]) -> "Table":
         """Returns the same table with an `R` right before the backward of some forwards.

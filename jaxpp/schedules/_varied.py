@@ -49,6 +49,10 @@ class Varied(Schedule):
         """Returns the rank of each stage: see `Schedule.placement`."""
         return self._plain.placement(num_ranks)
 
+    def for_graph(self, stage_inputs: tuple[tuple[int, ...], ...]) -> Schedule:
+        """Returns the schedule for stages that read from these: see `Schedule.for_graph`."""
+        return dataclasses.replace(self, schedule=self._plain.for_graph(stage_inputs))
+
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
         """Returns the stages that each stage reads from: see `Schedule.stage_inputs`."""
         return self._plain.stage_inputs(num_ranks)

@@ -115,11 +115,12 @@ def test_the_baseline_trains_as_two_ranks_do():
 
 @pytest.mark.slow
 def test_a_mesh_of_processes_is_measured(run, capsys):
-    figures = run(parts=["empty", "threads", "local", "memory"], steps=20)
-    (empty,), (local,) = figures["empty"], figures["local"]
-    threads = {(row["of"], row["thread"]): row for row in figures["threads"]}
-    for of, name in (("0", "jaxpp-ordered"), ("1", "jaxpp-ordered"), ("driver", "MainThread")):
-        assert 50 < threads[of, name]["us"] < 1e6 and threads[of, name]["sleeps"] > 0
+    figures = run(parts=["empty", "launched", "threads", "local", "memory"], steps=20)
+    (empty,), (launched,), (local,) = (figures[part] for part in ("empty", "launched", "local"))
+    assert launched["launched/workers"] == launched["launched_us"] / launched["workers_us"] > 0
+    for of in ("0", "1", "driver"):  # in a worker a thread of Ray's dispatches
+        busiest = max((row for row in figures["threads"] if row["of"] == of), key=lambda r: r["us"])
+        assert 50 < busiest["us"] < 1e6 and busiest["sleeps"] > 0
     assert math.isclose(empty["call_us"], empty["call_us_per_task"] * 2 * 2 * 4)
     assert "torch_us" not in empty
     assert local["dispatch"] == local["dispatch_us"] / local["local_dispatch_us"]
@@ -127,7 +128,8 @@ def test_a_mesh_of_processes_is_measured(run, capsys):
     held = {row["of"]: row for row in figures["memory"]}
     assert set(held) == {"driver", "rank 0", "rank 1", "object store"}
     assert held["rank 0"]["MiB before"] > 50 and held["rank 1"]["files after"] > 3
-    assert held["object store"]["MiB after"] == 0
+    # The step itself; what a call needs does not stay.
+    assert held["object store"]["MiB after"] == held["object store"]["MiB before"] < 1
     shown = capsys.readouterr().out
     assert "torch is left out" in shown and "call_us" in shown and "rank 1" in shown
 

@@ -8,8 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from typing import Any
 
+import chex
+import equinox as eqx
+import jax
 import numpy as np
 import psutil
 import pytest
@@ -17,9 +21,10 @@ from absl import flags
 
 import jaxpp
 from experiments import train_lm
-from experiments.training import compare, data, models
+from experiments.training import checkpoints, compare, data, mesh, models
 from experiments.training.config import Config
 from experiments.training.flags import define
+from tests.runtime.launched import jobs
 
 STEPS = 40
 TINY: dict[str, Any] = dict(
@@ -67,13 +72,16 @@ def losses(metrics):
     return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics]
 
 
-def start(output, text, **values):
-    """Starts to train in a process of its own."""
+def start(output, text, variables=None, before=(), **values):
+    """Starts to train in a process of its own, with further environment variables.
+
+    `before` are the words of a launcher, in front of the command.
+    """
     arguments = TINY | values | dict(output=output, data=text)
     command = [f"--{name}={value}" for name, value in arguments.items()]
     return subprocess.Popen(
-        [sys.executable, "-m", "experiments.train_lm", *command],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"},
+        [*before, sys.executable, "-m", "experiments.train_lm", *command],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"} | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -135,6 +143,78 @@ def test_a_killed_run_on_ray_goes_on_bitwise(uninterrupted, text, tmp_path):
     assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
 
 
+def launch(output, text, count=2, **values):
+    """Starts to train in several processes, as torchrun does."""
+    port, known = jobs.free_port(), jobs.environment()
+    return [
+        start(
+            output,
+            text,
+            known | {name: str(value) for name, value in jobs.torchrun(n, count, port).items()},
+            mesh="launched",
+            **values,
+        )
+        for n in range(count)
+    ]
+
+
+def start_by_mpirun(output, text):
+    known = jobs.environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    known |= {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    before = ("mpirun", "-n", "2", "--oversubscribe")
+    return [start(output, text, known, before, mesh="launched")]
+
+
+#: The processes of the same script, unchanged but for its mesh, by how they are started.
+STARTED = {
+    "torchrun": launch,
+    "mpirun": start_by_mpirun,
+    "ray": lambda output, text: [start(output, text, mesh="ray")],
+}
+
+
+@pytest.mark.parametrize("how", ["torchrun", *(pytest.param(how, marks=pytest.mark.slow)
+                                               for how in ("mpirun", "ray"))])  # fmt: skip
+def test_the_script_has_the_losses_and_the_checkpoint_of_one_process(
+    uninterrupted, text, tmp_path, how
+):
+    if how == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed")
+    processes = STARTED[how](tmp_path, text)
+    shown = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), shown
+    assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
+    chex.assert_trees_all_equal(saved(tmp_path), saved(uninterrupted), strict=True)
+    assert "".join(shown).count("nats a byte") == 1  # the first one prints
+    assert {"loss.png", "timeline.png"} <= set(os.listdir(tmp_path))
+
+
+def saved(output):
+    """The arrays of the last checkpoint of a run, in this process."""
+    config = Config(**TINY, output=str(output))
+    like = eqx.filter_eval_shape(train_lm.initial_state, config)
+    with checkpoints.manager(config) as manager:
+        assert manager.latest_step() == STEPS
+        return eqx.filter(manager.restore(STEPS, args=jaxpp.restore_args(like)), eqx.is_array)
+
+
+@pytest.mark.slow
+def test_a_launched_run_one_process_of_which_was_killed_goes_on_bitwise(
+    uninterrupted, text, tmp_path
+):
+    processes = launch(tmp_path, text)
+    wait_for_rows(processes[0], tmp_path, 12)
+    processes[1].kill()
+    for process in processes:
+        process.communicate(timeout=60)  # less than JAX's own 100 s
+        assert process.returncode != 0
+    assert len(rows_so_far(tmp_path)) < STEPS
+    processes = launch(tmp_path, text, resume=True)
+    shown = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], shown
+    assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
+
+
 def workers_of(process):
     """The processes of the ranks; they call themselves by the class of their actor."""
     everyone = psutil.Process(process.pid).children(recursive=True)
@@ -173,6 +253,7 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
         (dict(mesh="ray", worker_environment=("A",)), "NAME=value, got 'A'"),
         (dict(restarts=1), "restarts is for mesh=ray"),
         (dict(cores=1), "cores is for mesh=ray"),
+        (dict(mesh="launched", restarts=1), "restarts is for mesh=ray"),
         (dict(mesh="ray", restarts=1, checkpoint_every=0), "restarts needs checkpoint_every"),
         (dict(mesh="ray", dp=2, processes_per_rank=4), "=4 divides the 2 devices of a rank"),
         (dict(dp=2, processes_per_rank=2), "processes_per_rank is for mesh=ray"),
@@ -196,6 +277,10 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
         (dict(learning_rate=float("nan")), "learning_rate is at least 0, got nan"),
         (dict(ranks="4"), "ranks takes int, got '4'"),
         (dict(steps=True), "steps takes int, got True"),
+        (dict(log="nowhere:log"), "log is package.module:function, .* 'nowhere:log': No module"),
+        (dict(log="json:nothing"), "got 'json:nothing': module 'json' has no attribute"),
+        (dict(log="json:__name__"), "log=json:__name__ is no function: 'json'"),
+        (dict(device="h1000"), "device is one of a100, .*, got 'h1000'"),
     ],
 )
 def test_a_wrong_configuration_is_an_error_that_names_the_field(values, message):
@@ -319,6 +404,60 @@ def test_the_sixth_step_is_traced(train, tmp_path, monkeypatch):
     train(tmp_path, profile=True, steps=8, checkpoint_every=0)
     assert done == [5, 5]  # its own row is written after it
     assert (tmp_path / "profile" / "timeline.json").exists()
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """What a logger has got, which is named as `my_logger:log`."""
+    found = []
+    own = types.SimpleNamespace(log=lambda number, values: found.append((number, values)))
+    monkeypatch.setitem(sys.modules, "my_logger", own)
+    return found
+
+
+def test_a_logger_gets_the_metrics_of_each_step(train, tmp_path, logged):
+    settings = dict(steps=4, eval_every=3, checkpoint_every=2, log="my_logger:log", device="h100")
+    written = train(tmp_path, **settings)
+    assert [number for number, _ in logged] == [1, 2, 3, 4]
+    tokens = TINY["batch_size"] * TINY["sequence_length"]
+    width, depth = TINY["width"], TINY["layers"]
+    products = 12 * width**2 * depth + width * 256  # the parameters that are factors
+    flops = tokens * (6 * products + 12 * depth * width * TINY["sequence_length"])  # as in PaLM's
+    for row, (number, values) in zip(written, logged, strict=True):
+        seconds = row["seconds"]
+        assert values.pop("tokens_per_second") == tokens / seconds
+        assert values.pop("mfu") == pytest.approx(flops / (seconds * 2 * 989e12))
+        assert values | {"step": number} == row
+    assert [n for n, values in logged if "held_out_loss" in values] == [3, 4]
+
+
+def test_without_a_known_device_there_is_no_mfu_and_a_run_goes_on_logging(train, tmp_path, logged):
+    settings = dict(checkpoint_every=2, sample_bytes=0, log="my_logger:log")
+    train(tmp_path, steps=2, **settings)
+    assert [list(values) for _, values in logged][0] == ["loss", "seconds", "tokens_per_second"]
+    train(tmp_path, steps=4, resume=True, **settings)
+    assert [number for number, _ in logged] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("TPU v5 lite", "tpu_v5e"),
+        ("TPU v5", "tpu_v5p"),
+        ("TPU v4 lite", None),
+        ("cpu", None),
+    ],
+)
+def test_the_devices_of_this_process_are_known_by_their_kind(monkeypatch, kind, name):
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+    assert mesh.device_name(Config(**TINY)) == name
+    assert mesh.device_name(Config(**TINY, device="tpu_v4")) == "tpu_v4"
+    assert mesh.device_name(Config(**TINY, mesh="ray")) is None
 
 
 def test_the_first_seven_steps_are_not_in_the_throughput():

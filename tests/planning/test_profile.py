@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
+from jaxpp.planning import Profile
 from jaxpp.schedules import OneFOneB, simulate
 from jaxpp.transforms.stages import UnitCosts
 from tests.helpers import assert_close
@@ -301,3 +302,44 @@ def test_bytes_are_those_of_a_device_where_a_rank_has_several():
     assert sum(split.activation_bytes) < sum(whole.activation_bytes)
     with pytest.raises(ValueError, match="has 2 ranks"):
         jaxpp.profile(deep_loss, WEIGHTS, ROWS, device=jaxpp.MpmdMesh((2,)), **options)
+
+
+class Towers(eqx.Module):
+    left: list[Block]
+    right: list[Block]
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        blocks = [Block(eqx.nn.Linear(WIDTH, WIDTH, key=k)) for k in keys]
+        self.left, self.right = blocks[:2], blocks[2:]
+
+    def __call__(self, x, y):
+        for block in self.left:
+            x = block(x)
+        for block in self.right:
+            y = block(y)
+        return x * y
+
+
+def towers_loss(model, xs, ys):
+    return jnp.mean(jax.vmap(model)(xs, ys) ** 2)
+
+
+def test_the_graph_of_the_units_is_found_kept_and_planned_for(tmp_path):
+    model, args = Towers(jax.random.key(0)), (jnp.ones((8, WIDTH)), jnp.ones((8, WIDTH)))
+    found = jaxpp.profile(towers_loss, model, *args, at_least=4, device="h100")
+    assert found.inputs == ((), (0,), (), (2,), (1, 3))  # the last one is the loss
+    found.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == found
+    options: Any = dict(at_least=4, device="h100", schedules=["1f1b"], tries=5)
+    plan = jaxpp.plan(towers_loss, model, *args, ranks=4, microbatches=4, **options)
+    problem, table = plan.problem, plan.timeline.table
+    assert table.stage_inputs is not None
+    chain = {n: dataclasses.replace(own, inputs=()) for n, own in problem.profiles.items()}
+    later = dataclasses.replace(problem, profiles=chain).timeline(plan)
+    assert plan.seconds < later.makespan
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(towers_loss, at=plan.cuts))
+    grad = jaxpp.microbatch(eqx.filter_value_and_grad(staged), 4, in_axes=(None, 0, 0))
+    step = jaxpp.place(jaxpp.schedule(grad, plan.order), jaxpp.MpmdMesh((4,)))
+    predicted = jaxpp.predict(step, model, *args, costs=plan.costs).timeline
+    assert predicted.table.stage_inputs == table.stage_inputs

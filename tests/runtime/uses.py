@@ -141,6 +141,7 @@ USES = {
     "tree.map of types": (lambda p: jax.tree.map(lambda x: (x.shape, x.dtype), p), WORKS, WORKS),
     "printing": (text, WORKS, WORKS),
     "pickling": (lambda p: pickle.loads(pickle.dumps(p)), WORKS, REFUSES),
+    "copy": (lambda p: jax.tree.map(copy.copy, p), WORKS, REFUSES),
     "deepcopy": (copy.deepcopy, WORKS, REFUSES),
     "chex close": (compared(chex.assert_trees_all_close), WORKS, WORKS),
     "chex equal": (compared(chex.assert_trees_all_equal), WORKS, WORKS),

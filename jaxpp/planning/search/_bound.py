@@ -7,6 +7,9 @@ first `i` forwards for its tasks. All ranks together run all tasks of all microb
 
     T >= (microbatches * work + sum over i < ranks of the forwards of the first i layers) / ranks
 
+Where the layers are a graph, a rank may begin with a layer that waits for no others: nothing is
+added for those before it.
+
 With `d` directions a stage is on at most `d` ranks, so it is the first `i // d` layers. Where ranks
 differ in speed, each term counts times a speed; the least sum has the fastest ranks begin first.
 After its tasks a rank updates the parameters that it has, and each is on some rank.
@@ -44,6 +47,7 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
     fastest = max(setting.speeds)
     forwards = sums(layers.forward)
     heads = [forwards[min(i // directions, layers.count)] / fastest for i in range(ranks)]
+    heads = [0.0] * ranks if layers.inputs else heads
     speeds = sorted(setting.speeds, reverse=True)
     # Where a backward has two forms, each layer counts by the form that takes less.
     work = [min(own) for own in zip(*map(layers.work, layers.forms), strict=True)]
@@ -63,6 +67,8 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
     last = rest if len(layers.forms) == 1 else (0.0,) * layers.count
     for n in reversed(range(layers.count)):
         there, back = there + layers.forward[n], back + least[n]
+        if layers.inputs:
+            there, back = layers.forward[n], least[n]
         area += layers.activation_bytes[n] * (there + back + last[n]) / fastest
     state = setting.state_bytes * state
     room = ranks * setting.memory_limit - state

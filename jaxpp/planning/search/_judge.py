@@ -75,15 +75,17 @@ def problem_of(setting: Setting, choice: Choice) -> Problem:
             time += [t] * m
     delays = setting.delays(choice) if setting.latency or setting.layers.crossing else None
     outputs: list[list[tuple[int, Sequence[float]]]] = [[] for _ in ops]
-    here = (0.0,) * m
+    here, graph = (0.0,) * m, setting.graph(choice)
+    unread = {*range(stages)} - {source for own in graph for source in own}
     for forward in range(count):
         back, stage = 2 * count - 1 - forward, forward % stages
-        if stage:
-            apart = delays is not None and ranks[forward - 1] != ranks[forward]
-            there = (delays[stage - 1],) * m if apart and delays else here
-            outputs[forward - 1].append((forward, there))
-            outputs[back].append((back + 1, there))
-        if stage == stages - 1:
+        late = max([delays[source] for source in graph[stage]], default=0.0) if delays else 0.0
+        for source in graph[stage]:
+            before = forward - stage + source
+            apart = delays and ranks[before] != ranks[forward]
+            outputs[before].append((forward, (delays[source],) * m if apart and delays else here))
+            outputs[back].append((2 * count - 1 - before, (late,) * m if apart else here))
+        if stage in unread:
             outputs[forward].append((back, here))
         if choice.halves:
             outputs[back].append((back + count, here))
@@ -110,7 +112,9 @@ def judge(setting: Setting, choice: Choice, most: float = math.inf, rule: int = 
 def table_of(setting: Setting, choice: Choice, rule: int) -> Table:
     """Returns the table that `judge` has timed: microbatch `i` takes direction `i % directions`."""
     _, problem, orders = _scheduled(setting, choice, math.inf, rule)
-    return dataclasses.replace(problem.to_table(orders), placement=choice.placement)
+    return dataclasses.replace(
+        problem.to_table(orders), placement=choice.placement, stage_inputs=setting.graph(choice)
+    )
 
 
 def _scheduled(

@@ -1,4 +1,4 @@
-"""`Layers`: the costs of a chain of layers."""
+"""`Layers`: the costs of a chain of layers, or of a graph of them."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The costs of a chain of layers, for one microbatch, in any one unit of time and of bytes.
+    """The costs of layers in their order, for one microbatch, in any one unit of time and of bytes.
 
     Args:
         forward: the time of each layer's forward.
@@ -22,10 +22,12 @@ class Layers:
         copy: the time in which what each layer keeps goes to the memory of the host, or back; none
             where nobody knows.
         names: a name for each layer, as `split_stages(at=)` takes it.
+        inputs: for each layer the numbers of those that it reads, all earlier ones; none where each
+            reads the one before. What crosses a cut is then sent by the stage before it.
 
     Raises:
-        ValueError: a list has another length, a number is negative or not finite, or there are
-            neither halves nor whole backwards.
+        ValueError: a list has another length, a number is negative or not finite, a layer reads a
+            later one, or there are neither halves nor whole backwards.
 
     Example:
         >>> layers = Layers(forward=(1.0, 2.0), backward=(2.0, 4.0))
@@ -43,6 +45,7 @@ class Layers:
     temporary_bytes: tuple[float, ...] = ()
     copy: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
+    inputs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.forward)
@@ -55,12 +58,17 @@ class Layers:
                     f"Layers: {field.name} has {len(values)} values for {count} layers; give "
                     f"{wanted}, or none."
                 )
-            for n, value in enumerate(values if field.name != "names" else ()):
+            for n, value in enumerate(values if field.name not in ("names", "inputs") else ()):
                 if not 0 <= value < math.inf:
                     raise ValueError(
                         f"Layers: {field.name} of layer {n} is {value}; times and bytes are finite "
                         f"and not negative."
                     )
+        if wrong := [n for n, own in enumerate(self.inputs) if not {*own} <= {*range(n)}]:
+            raise ValueError(
+                f"Layers: layer {wrong[0]} reads layers {tuple(self.inputs[wrong[0]])}; a layer "
+                f"reads earlier ones, numbered from 0."
+            )
         if not count:
             raise ValueError("Layers: there is no layer; give the time of at least one forward.")
         if bool(self.input_grad) != bool(self.weight_grad) or not (

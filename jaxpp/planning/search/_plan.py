@@ -45,7 +45,7 @@ class LayersPlan:
     order_bound: float = 0.0
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     @property
     def units(self) -> tuple[int, ...]:

@@ -188,10 +188,11 @@ class _Round:
 def _quick(setting: Setting, choice: Choice) -> tuple[float, float]:
     """Finds a time that no order beats, of the slowest rank, and the mean time before ranks begin.
 
-    A rank begins after the forwards before its first stage, and then has all its work to do.
+    A rank begins after the forwards before its first stage, if these are a chain, and then has all
+    its work to do.
     """
     ranks, sums, cuts = setting.ranks, setting.sums, choice.cuts
-    forward, work = sums["forward"], sums["halves" if choice.halves else "whole"]
+    forward, work = setting.before, sums["halves" if choice.halves else "whole"]
     heads, left = [math.inf] * ranks, [0.0] * ranks
     for stages in choice.placement:
         for stage, rank in enumerate(stages):
@@ -250,7 +251,8 @@ def synthesized(
     try:
         return synthesize(
             costs, placement, setting.microbatches, memory=setting.memory(choice),
-            memory_limit=limits, split_backward=choice.halves, **options,
+            memory_limit=limits, split_backward=choice.halves,
+            stage_inputs=setting.graph(choice), **options,
         )  # fmt: skip
     except ValueError:  # not even one microbatch fits
         return None

@@ -87,8 +87,8 @@ class Setting:
         layers: the costs of the layers.
         ranks: the number of ranks.
         microbatches: their number.
-        is_fed: whether nobody reads the gradient of what the first stage is fed, so that all of its
-            backward is its weight gradient.
+        is_fed: whether nobody reads the gradient of what a stage is fed that reads no other one, as
+            the first: all of its backward is its weight gradient.
     """
 
     layers: Layers
@@ -104,6 +104,7 @@ class Setting:
     reduction_bandwidth: float = math.inf
     memory_bandwidth: float = math.inf
     is_fed: bool = False
+    unit: str = ""
 
     def __post_init__(self) -> None:
         speed = self.speed
@@ -150,6 +151,16 @@ class Setting:
             "halves": sums(layers.work(bool(layers.input_grad))),
         }  # fmt: skip
 
+    @functools.cached_property
+    def before(self) -> list[float]:
+        """For each layer the time of the forwards of all that it waits for, by the longest way."""
+        if not self.layers.inputs:
+            return self.sums["forward"]
+        found: list[float] = []
+        for own in self.layers.inputs:
+            found.append(max((found[n] + self.layers.forward[n] for n in own), default=0.0))
+        return found
+
     def of_stages(self, name: str, choice: Choice) -> list[float]:
         """Returns for each stage what its layers have together of a field."""
         totals, cuts = self.sums[name], choice.cuts
@@ -175,8 +186,19 @@ class Setting:
                 [a + b for a, b in zip(own, around, strict=True)] for own in (forward, first)
             )
         if self.is_fed and choice.halves:
-            first[0], rest[0] = 0.0, first[0] + rest[0]
+            for stage in (s for s, own in enumerate(self.graph(choice)) if not own):
+                first[stage], rest[stage] = 0.0, first[stage] + rest[stage]
         return forward, first, rest
+
+    def graph(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
+        """Returns for each stage the stages that it reads from."""
+        if not self.layers.inputs:
+            return tuple((s - 1,) if s else () for s in range(choice.num_stages))
+        stage_of = [s for s, count in enumerate(choice.units) for _ in range(count)]
+        read: list[set[int]] = [set() for _ in choice.units]
+        for layer, own in enumerate(self.layers.inputs):
+            read[stage_of[layer]].update(stage_of[source] for source in own)
+        return tuple(tuple(sorted(own - {s})) for s, own in enumerate(read))
 
     def edges(self, choice: Choice) -> list[float]:
         """Returns the bytes that go from each stage, but the last, to the next one."""
@@ -245,9 +267,10 @@ class Setting:
         whole = dataclasses.replace(choice, halves=False)
         forward, first, rest = self.times(dataclasses.replace(choice, halves=has_halves))
         edges, beside = [*self.edges(choice), 0.0], 1 - 2 * self.overhead
+        back = [max([0.0, *map(edges.__getitem__, own)]) for own in self.graph(choice)]
 
         def sent(task: Task) -> float:
-            return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
+            return edges[task.stage] if task.kind is Kind.F else back[task.stage]
 
         copies = tuple(self.of_stages("copy", choice)) if self.layers.copy else math.inf
         backward = tuple(self.times(whole)[1]) if has_halves and self.layers.backward else None
@@ -256,6 +279,7 @@ class Setting:
             latency=beside * self.latency,
             bandwidth=self.bandwidth / beside if beside else math.inf,
             edge_bytes=sent, offload=copies, load=copies, per="stage",
+            unit=self.unit,
         )  # fmt: skip
 
     def memory(self, choice: Choice) -> Memory:
@@ -280,6 +304,7 @@ class Setting:
 
     def timeline(self, table: Table, choice: Choice) -> Timeline:
         """Simulates a table; the executor runs the tasks of a pair one after the other."""
+        table = dataclasses.replace(table, stage_inputs=self.graph(choice))
         return simulate(
             table, self.costs(choice), memory=self.memory(choice), machine=self.machine(choice),
             overlap="none",

@@ -44,6 +44,9 @@ class ArrayHandle(jax.Array):
             raise TypeError("len() of an array without axes")
         return self.shape[0]
 
+    def __copy__(self) -> Any:
+        return self.copy()
+
     def __deepcopy__(self, memo: Any) -> Any:
         return self.copy()
 

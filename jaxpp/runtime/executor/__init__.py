@@ -23,3 +23,5 @@ from jaxpp.runtime.executor._memory import format_bytes as format_bytes
 from jaxpp.runtime.executor._memory import held_bytes as held_bytes
 from jaxpp.runtime.executor._memory import over_time as over_time
 from jaxpp.runtime.executor._operations import find_invalid as find_invalid
+from jaxpp.runtime.executor._transfers import check_transfers as check_transfers
+from jaxpp.runtime.executor._transfers import transfers_of as transfers_of

@@ -191,6 +191,8 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
 
     # Programs read arrays in the default layout. To JAX a constraint on a result is its layout.
     jaxpr = computation.jaxpr
+    if devices_of(home)[0].platform != "cpu":  # XLA overlaps what is in one computation
+        jaxpr = jaxprs.inline(jaxpr, _compat.is_call_apart)
     constrained = any(jaxprs.contains(e, _constrains_layout) for e in jaxpr.eqns)
 
     def run(*args):

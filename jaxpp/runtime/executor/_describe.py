@@ -64,6 +64,7 @@ class Description:
 
     Args:
         ranks: a description of each.
+        notes: what else is known of the step, a line each.
 
     Example:
         >>> figures = 4, 16, 32, 16, 8, 0, 72, 0
@@ -73,13 +74,14 @@ class Description:
     """
 
     ranks: tuple[RankDescription, ...]
+    notes: tuple[str, ...] = ()
 
     def as_json(self) -> str:
-        """Returns the description as JSON: an object with a list `ranks`, with fields as here."""
+        """Returns the description as JSON: an object with lists `ranks` and `notes`, as here."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def _repr_html_(self) -> str:
-        return _messages.html_table(_HEADER, map(_row, self.ranks), _NOTE)
+        return _messages.html_table(_HEADER, map(_row, self.ranks), " ".join([_NOTE, *self.notes]))
 
     def __str__(self) -> str:
         rows = [_HEADER, *map(_row, self.ranks)]
@@ -96,7 +98,7 @@ class Description:
                     for c, w in zip(cells, widths, strict=True)
                 ]
                 lines.append("  ".join(parts).rstrip())
-        return "\n".join([*lines, _NOTE])
+        return "\n".join([*lines, _NOTE, *self.notes])
 
 
 _HEADER = (
@@ -125,7 +127,7 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
     )
 
 
-def describe(bundle: Bundle, ranks: Sequence[Inspected]) -> Description:
+def describe(bundle: Bundle, ranks: Sequence[Inspected], notes: Sequence[str] = ()) -> Description:
     """Describes a step, of whose ranks each has been inspected."""
     held = held_bytes(bundle, ranks)
     peaks = [Counter[str]() for _ in ranks]
@@ -133,7 +135,7 @@ def describe(bundle: Bundle, ranks: Sequence[Inspected]) -> Description:
         for _, now in over_time(h for h in held if h.rank == rank):
             peak |= now | Counter({"all": now.total() - now[HOST]})
     each = zip(bundle.programs, ranks, peaks, strict=True)
-    return Description(tuple(_describe_rank(bundle, *own) for own in each))
+    return Description(tuple(_describe_rank(bundle, *own) for own in each), tuple(notes))
 
 
 def _describe_rank(

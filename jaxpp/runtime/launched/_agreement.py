@@ -1,5 +1,6 @@
 """Do all processes have the same step? Its text, to compare, and the first place that differs."""
 
+import collections
 import hashlib
 import re
 import zlib
@@ -106,7 +107,7 @@ def digest_of(text: Sequence[tuple[str, str]]) -> str:
 
 
 def first_difference(texts: Mapping[int, Sequence[tuple[str, str]]]) -> str:
-    """Says which process has another text than process 0, and where it first differs.
+    """Says which process has another text than most, or than process 0, and where it first differs.
 
     Example:
         >>> print(first_difference({0: [("argument 0", "x")], 1: [("argument 0", "y")]}))
@@ -114,15 +115,18 @@ def first_difference(texts: Mapping[int, Sequence[tuple[str, str]]]) -> str:
           process 0: x
           process 1: y
     """
-    other = next(n for n, text in texts.items() if list(text) != list(texts[0]))
-    pairs = [*texts[0], ("its end", "")], [*texts[other], ("its end", "")]
+    digests = {n: digest_of(texts[n]) for n in sorted(texts)}
+    counts = collections.Counter(digests.values())
+    usual = max(digests, key=lambda n: counts[digests[n]])  # the first one of those
+    other = next(n for n, digest in digests.items() if digest != digests[usual])
+    pairs = [*texts[usual], ("its end", "")], [*texts[other], ("its end", "")]
     (place, here), (there_place, there) = next(p for p in zip(*pairs, strict=False) if p[0] != p[1])
     where = place if place == there_place else f"{place} (there {there_place})"
     lines = "".join(
         f"\n  process {n}: {_around(line, *pair)}"
-        for n, line, pair in ((0, here, (here, there)), (other, there, (here, there)))
+        for n, line, pair in ((usual, here, (here, there)), (other, there, (here, there)))
     )
-    return f"process {other} differs from process 0 first in {where}:{lines}"
+    return f"process {other} differs from process {usual} first in {where}:{lines}"
 
 
 def _around(line: str, one: str, other: str) -> str:

@@ -7,15 +7,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxpp._program import Bundle
+from jaxpp._program import Bundle, Message
+from jaxpp.runtime.executor import check_transfers, transfers_of
 from jaxpp.runtime.launched import _agreement
 from jaxpp.runtime.launched._calls import Lanes, Outcome
 from jaxpp.runtime.launched._course import At, Course
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
-from jaxpp.runtime.launched._watch import LaunchedWatch
+from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
 from jaxpp.runtime.site import (
     IN_FLIGHT,
+    POLL,
     Death,
     Failed,
     Failure,
@@ -26,6 +28,7 @@ from jaxpp.runtime.site import (
     Process,
     RankError,
 )
+from jaxpp.runtime.transport import Aborted
 
 
 class LaunchedGroup(Group):
@@ -37,8 +40,9 @@ class LaunchedGroup(Group):
     Args:
         place: of this process.
         settings: a text of what all must have asked for.
-        start: starts JAX and the transport of this process's ranks, at an address that the others
-            reach; returns the transport, and the description of the process.
+        start: starts JAX and the transport of this process's ranks; returns it, and the description
+            of the process. It is given the secret of all, an address that the others reach, and
+            this group.
         ranks: the ranks of each process.
         heartbeat_timeout: as of the mesh.
         start_timeout: as of the mesh.
@@ -51,7 +55,7 @@ class LaunchedGroup(Group):
         self,
         place: Position,
         settings: str,
-        start: Callable[[bytes, str], tuple[Any, Hello]],
+        start: Callable[[bytes, str, "LaunchedGroup"], tuple[Any, Hello]],
         ranks: Sequence[tuple[int, ...]],
         heartbeat_timeout: float,
         start_timeout: float,
@@ -60,6 +64,8 @@ class LaunchedGroup(Group):
         self.place = place
         self._numbers, self._others = itertools.count(), itertools.count()
         self._calls = 0
+        #: Whether `jax.device_put` moves the messages between processes.
+        self.puts = False
         #: Hashes of all calls, after each of the last ones.
         self._digests = collections.deque([0], maxlen=16 * IN_FLIGHT)
         self._named: dict[str, Any] = {}
@@ -72,20 +78,22 @@ class LaunchedGroup(Group):
         self.members = [own]
         self._process = Process(own.ranks)
         self._lanes = Lanes(self._process)
-        timeout, secret = heartbeat_timeout, find_secret() if place.count > 1 else b""
-        self._watch = LaunchedWatch(self, self._members, timeout)
-        self.hub = Hub(place, secret, start_timeout, self._hear, self._lose)
+        secret = find_secret() if place.count > 1 else b""
+        self._watch = LaunchedWatch(self, self._members, heartbeat_timeout, start_timeout)
+        self.hub = Hub(place, self._hear, self._lose)
         try:
-            self._begin(settings, *start(secret, self.hub.address))
+            address = self.hub.join(secret, start_timeout)
+            self._watch.start()
+            self._begin(settings, *start(secret, address, self))
         except BaseException as error:
             self.fail(error)
+            self._watch.close()
             self.hub.close()
             raise
 
     def _begin(self, settings: str, transport: Any, hello: Hello) -> None:
         """Begins to work with the other processes."""
         self._process.have(transport, lambda reference: reference)
-        self._watch.start()
         self._process.end.add_done_callback(lambda end: self.report(end.result()))
         found = self.meet(f"makes a mesh with {settings}", hello).values()
         for member in self._members:
@@ -219,6 +227,33 @@ class LaunchedGroup(Group):
             f"{_agreement.first_difference(texts)}\n{_agreement.CAUSES}"
         )
 
+    def transfers_of(self, bundle: Bundle) -> tuple[Message, ...]:
+        """Returns the transfers between processes in the order of all, once that is proven."""
+        if not self.puts:
+            return ()
+        process_of = {rank: m.worker for m in self._members for rank in m.ranks}
+        transfers = transfers_of(bundle.programs, process_of)
+        check_transfers(transfers, bundle.programs, process_of)
+        return transfers
+
+    def notes_of(self, bundle: Bundle) -> tuple[str, ...]:
+        """Says that no processes wait for each other, where they could."""
+        if not self.puts:
+            return ()
+        return (
+            f"The {len(self.transfers_of(bundle))} transfers between processes are proven to have "
+            f"one order, in which each needs only earlier ones.",
+        )
+
+    def meet_compiled(self, step: int) -> None:
+        """Waits, within a call of this process's site, until all processes have compiled a step."""
+        key = "compiled", step
+        meeting = self.hub.meeting(key)
+        self.hub.bring(key, None)
+        while not concurrent.futures.wait([meeting], POLL).done:
+            if self._process.failure is not None:
+                raise Aborted("another process has failed")
+
     def lead(self, what: str, function: Callable[[], Any], arrays: Any) -> Any:
         """Runs a function in process 0, whose ranks and those of others it reaches by `apply`.
 
@@ -271,10 +306,12 @@ class LaunchedGroup(Group):
                 self._apply(key, packed, ordered)
 
     def _lose(self, number: int) -> None:
-        death = Death("its process has ended")
-        self._watch.report(number, death)
+        there = self._members[number].hello
+        near = there is None or there.node == host_of_processes()
+        death = Death(f"its process has ended{'' if near else ', or its host is out of reach'}")
         if self.place.number == 0:
             self.hub.tell(("fails", number, death))
+        self._watch.report(number, death)
 
     def beat(self) -> None:
         """Gives a sign of life, and says how far this process has come."""
@@ -291,13 +328,14 @@ class LaunchedGroup(Group):
     def _differ(self, number: int, error: RuntimeError) -> None:
         """Tells all processes that one does not make the calls of another."""
         failure = Failure.of(error, self._members[number].ranks[0], -1, "")
-        self._watch.report(number, failure)
         self.hub.tell(("fails", number, failure))
+        self._watch.report(number, failure)
 
     def report(self, failure: Failure) -> None:
         """Tells all processes of the failure of this one."""
-        self._watch.report(self.place.number, failure)
+        # The others first: the watch ends the work of these ranks, which is a failure that is told.
         self.hub.tell(("fails", self.place.number, failure))
+        self._watch.report(self.place.number, failure)
 
     # ---- its end --------------------------------------------------------------------------------
 
@@ -308,7 +346,8 @@ class LaunchedGroup(Group):
 
     def end_work(self, reason: str) -> None:
         """Ends the work of this process's ranks."""
-        self._process.abort(reason)
+        if self._process.transport is not None:  # it has begun
+            self._process.abort(reason)
 
     def stop(self) -> None:
         """Leaves the other processes; waits for them first, where all is well."""
@@ -317,7 +356,8 @@ class LaunchedGroup(Group):
                 return
             try:
                 if not self._watch.fails:
-                    self.meet("shuts the mesh down", None).values()
+                    dispatched = self._lanes.call(Process.reach)  # the next mesh begins as far
+                    self._bring(self._arrive("shuts the mesh down"), dispatched).values()
                 self._watch.check()  # it may have come after another number of calls
             finally:
                 self.stopped = True

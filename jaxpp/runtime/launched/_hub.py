@@ -81,34 +81,37 @@ class Hub:
 
     Args:
         place: of this process.
-        secret: what proves to process 0 that another is of the job, and the other way round.
-        timeout: seconds that all processes have to come.
         hear: called with the sender's number and its news, on some thread.
         lost: called with the number of a process that has gone without a word.
-
-    Raises:
-        RuntimeError: some have not come in time.
-        TransportError: they do not have the same secret.
     """
 
     def __init__(
-        self,
-        place: Position,
-        secret: bytes,
-        timeout: float,
-        hear: Callable[[int, Any], None],
-        lost: Callable[[int], None],
+        self, place: Position, hear: Callable[[int, Any], None], lost: Callable[[int], None]
     ):
         self._place, self._hear, self._lost = place, hear, lost
         self._lines: dict[int, Line] = {}
+        #: Those that have read that they are welcome, so that process 0 may write to them.
+        self._in: set[int] = set()
         self._changed = threading.Condition()
         self._brought: dict[Any, dict[int, Any]] = {}
         self._meetings: dict[Any, concurrent.futures.Future[dict[int, Any]]] = {}
-        self.address = "127.0.0.1"
-        if place.count > 1:
-            meet = self._let_in if place.number == 0 else self._go_in
-            meet(secret, time.monotonic() + timeout, timeout)
-            self.address = next(iter(self._lines.values())).address
+
+    def join(self, secret: bytes, timeout: float) -> str:
+        """Joins the processes; returns an address of this one that the others reach.
+
+        Args:
+            secret: what proves to process 0 that another is of the job, and the other way round.
+            timeout: seconds that all processes have to come.
+
+        Raises:
+            RuntimeError: some have not come in time; those that have can be told of it.
+            TransportError: they do not have the same secret.
+        """
+        if self._place.count == 1:
+            return "127.0.0.1"
+        meet = self._let_in if self._place.number == 0 else self._go_in
+        meet(secret, time.monotonic() + timeout, timeout)
+        return next(iter(self._lines.values())).address
 
     def _let_in(self, secret: bytes, deadline: float, timeout: float) -> None:
         at = "127.0.0.1" if _is_loopback(self._place.host) else "0.0.0.0"
@@ -124,9 +127,9 @@ class Hub:
             with self._changed:
                 every = self._place.count - 1
                 self._changed.wait_for(
-                    lambda: len(self._lines) == every, max(0.0, deadline - time.monotonic())
+                    lambda: len(self._in) == every, max(0.0, deadline - time.monotonic())
                 )
-                late = [n for n in range(1, every + 1) if n not in self._lines]
+                late = [n for n in range(1, every + 1) if n not in self._in]
         finally:
             door.close()
         if late:
@@ -142,7 +145,6 @@ class Hub:
             if number in self._lines:
                 return False
             self._add(number, connection)
-            self._changed.notify_all()
             return True
 
     def _go_in(self, secret: bytes, deadline: float, timeout: float) -> None:
@@ -162,6 +164,7 @@ class Hub:
                     ) from None
                 time.sleep(RETRY)
         self._add(0, connection)
+        self._lines[0].send(("in", place.number, None))
 
     def _add(self, number: int, connection: socket.socket) -> None:
         take = functools.partial(self._take, number)
@@ -217,6 +220,10 @@ class Hub:
             self._collect(number, *content)
         elif kind == "all":
             self._met(*content)
+        elif kind == "in":
+            with self._changed:
+                self._in.add(number)
+                self._changed.notify_all()
         else:
             self._hear(source, content)
 

@@ -3,8 +3,8 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import AxisType
@@ -12,12 +12,21 @@ from jax.sharding import AxisType
 from jaxpp import _compat
 from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import axis_sizes
-from jaxpp.runtime.arrays import check_axes, home_over
+from jaxpp.runtime.arrays import Home, check_axes, devices_of, home_over
 from jaxpp.runtime.launched._environment import find_position, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import host_of_processes
 from jaxpp.runtime.site import Hello, SiteMesh, keep_interrupts
-from jaxpp.runtime.transport import SocketTransport, first_devices
+from jaxpp.runtime.transport import (
+    Puts,
+    SocketTransport,
+    first_devices,
+    free_port,
+    join_processes,
+)
+
+#: The ways of arrays between processes.
+Transport = Literal["sockets", "device_put"]
 
 
 class LaunchedMpmdMesh(SiteMesh):
@@ -43,6 +52,10 @@ class LaunchedMpmdMesh(SiteMesh):
         axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
         devices: those of this process's ranks, one for each entry of their axes, by default the
             first of `jax.local_devices()`. Ranks may share devices.
+        transport: the way of the messages of steps between processes: `"sockets"`, or
+            `"device_put"`, JAX's own transfers, by NCCL on GPUs. For these the mesh joins the
+            processes by `jax.distributed`, unless they have been, and all issue the transfers in
+            one order; the script itself must not call `jax.device_put` between processes.
         heartbeat_timeout: seconds without a sign of life after which a process of the same host is
             looked at, and counts as lost if it has been stopped; on another host ten times that.
         start_timeout: seconds that all processes have to come.
@@ -52,9 +65,9 @@ class LaunchedMpmdMesh(SiteMesh):
         num_processes: how many there are.
 
     Raises:
-        ValueError: no launcher has started this process; the axes are not as above; the ranks
-            cannot be divided evenly among the processes; a process has too few devices, or other
-            versions than process 0.
+        ValueError: there is no such transport; no launcher has started this process; the axes are
+            not as above; the ranks cannot be divided evenly among the processes; a process has too
+            few devices, or other versions than process 0.
         RuntimeError: some processes have not come in time.
 
     Example:
@@ -82,11 +95,16 @@ class LaunchedMpmdMesh(SiteMesh):
         axis_types: Sequence[AxisType] | None = None,
         *,
         devices: Sequence[Any] | None = None,
+        transport: Transport = "sockets",
         heartbeat_timeout: float = 3.0,
         start_timeout: float = 300.0,
     ):
         keep_interrupts()
         axes = check_axes("LaunchedMpmdMesh", shape, axis_names, axis_types)
+        if transport not in get_args(Transport):
+            raise ValueError(
+                f"LaunchedMpmdMesh has the transports {get_args(Transport)}, got {transport!r}."
+            )
         place = find_position()
         if axes.num_ranks % place.count:
             raise ValueError(
@@ -101,7 +119,12 @@ class LaunchedMpmdMesh(SiteMesh):
         sizes = axis_sizes(axes.inside)
         width = math.prod(sizes.values())
 
-        def start(secret: bytes, address: str) -> tuple[SocketTransport, Hello]:
+        def start(
+            secret: bytes, address: str, group: LaunchedGroup
+        ) -> tuple[SocketTransport, Hello]:
+            puts = transport == "device_put" and place.count > 1
+            if puts:
+                _join(address, group)
             _prepare_jax(each * width, visible_gpus(place, each * width))
             own = jax.local_devices() if devices is None else list(devices)
             homes = {
@@ -109,11 +132,13 @@ class LaunchedMpmdMesh(SiteMesh):
                 for n, rank in enumerate(ranks[place.number])
             }
             near = place.count == 1 or address.startswith("127.")
-            transport = SocketTransport(homes, secret, address=None if near else address)
-            return transport, Hello.of(address, host_of_processes(), own[0], transport.addresses)
+            part = _puts(homes, sizes, group) if puts else None
+            way = SocketTransport(homes, secret, address=None if near else address, puts=part)
+            return way, Hello.of(address, host_of_processes(), own[0], way.addresses)
 
         config: Any = jax.config
         settings = f"axes {self.shape} {self.axis_names}, x64 {bool(config.jax_enable_x64)}"
+        settings += f", transport {transport}"
         self._group = LaunchedGroup(place, settings, start, ranks, heartbeat_timeout, start_timeout)
         self._begin(self._group)
         before = sys.excepthook
@@ -141,3 +166,53 @@ def _prepare_jax(devices: int, gpus: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if config.jax_num_cpu_devices < devices and "platform_device_count" not in flags:
         jax.config.update("jax_num_cpu_devices", devices)
+
+
+def _join(address: str, group: LaunchedGroup) -> None:
+    """Joins the processes for JAX's transfers, if they have not been, before JAX starts.
+
+    Args:
+        address: of this host, at which the others reach it.
+        group: all processes.
+    """
+    config: Any = jax.config
+    joined = _compat.joined_processes() is not None
+    served = config.read("jax_cross_host_transfer_socket_address")  # for platforms without NCCL
+    if _compat.started_platform() is not None:
+        if not joined or (_compat.started_platform() == "cpu" and not served):
+            raise ValueError(
+                'LaunchedMpmdMesh: transport="device_put" has to be asked for before JAX is used; '
+                "make the mesh first, right behind jax.distributed.initialize if you call that."
+            )
+        return
+    host = f"[{address}]" if ":" in address else address
+    if not served:
+        at = f"{host}:{free_port(address)}"  # JAX does not find a port itself
+        jax.config.update("jax_cross_host_transfer_socket_address", at)
+        jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
+    if not joined:
+        place = group.place
+        own = "" if place.number else f"{host}:{free_port(address)}"
+        coordinator = group.meet("joins the processes", own).values()[0]
+        join_processes(coordinator, place.count, place.number, host=address)
+
+
+def _puts(homes: Mapping[int, Home], sizes: Mapping[str, int], group: LaunchedGroup) -> Puts:
+    """Makes this process's part in JAX's transfers, once all have told the devices of their ranks.
+
+    Args:
+        homes: those of this process's ranks.
+        sizes: the axes inside a rank, and their sizes.
+        group: all processes.
+    """
+    group.puts = True
+    numbers = {rank: [d.id for d in devices_of(home)] for rank, home in homes.items()}
+    told = group.meet("tells its devices", numbers).values()
+    platform = devices_of(homes[min(homes)])[0].platform
+    devices = {device.id: device for device in jax.devices(platform)}
+    every = {
+        rank: home_over([devices[n] for n in own], sizes)
+        for of_process in told.values()
+        for rank, own in of_process.items()
+    }
+    return Puts({**every, **homes}, homes.keys(), group.meet_compiled)

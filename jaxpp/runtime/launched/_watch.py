@@ -26,9 +26,9 @@ def host_of_processes() -> str:
 class LaunchedWatch(Watch):
     """Watches the processes of a job: process 0 all, the others process 0, which tells them."""
 
-    def __init__(self, group: Any, members: Any, timeout: float):
+    def __init__(self, group: Any, members: Any, timeout: float, start_timeout: float):
         super().__init__(members, timeout, group.library.describe, ADVICE)
-        self._group = group
+        self._group, self._start_timeout = group, start_timeout
         #: The processes that have given a sign of life since the last look.
         self.heard: set[int] = set()
         self._told = threading.Event()
@@ -58,12 +58,14 @@ class LaunchedWatch(Watch):
 
     def why_dead(self, member: Member, silence: float) -> str:
         """Looks at a silent process of this host; one of another may be silent for longer."""
-        there = member.hello
-        if there is not None and there.node == host_of_processes():
+        there, patience = member.hello, PATIENCE * self._timeout
+        if there is None:  # process 0 waits for those that come late, and starts JAX
+            patience += self._start_timeout
+        elif there.node == host_of_processes():
             if has_ended(there.pid):
                 return "its process has ended"  # a fork of it may hold its connections
             return "its process is stopped" if end_stopped(there.pid) else ""
-        return "its host does not answer" if silence > PATIENCE * self._timeout else ""
+        return "its host does not answer" if silence > patience else ""
 
     def end_others(self, member: Member) -> None:
         """Ends the work of this process's ranks; the others hear of the failure themselves."""

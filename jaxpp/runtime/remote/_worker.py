@@ -1,7 +1,8 @@
 """The worker process: a site that Ray starts. Ray makes an actor of this class."""
 
 import os
-from typing import NoReturn
+import signal
+from typing import Any, NoReturn
 
 import jax
 import ray
@@ -32,6 +33,11 @@ LOOPBACK = "127.0.0.1"
 
 class Worker(Process):
     """A worker process: its ranks, whose failure is one."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        # Ray's handler waits for `live`, which ends with the process, and takes no more calls.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def free_port(self, host: str) -> int:
         """Finds a port that is free here; `host` is this host's own address."""

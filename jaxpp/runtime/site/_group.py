@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxpp._program import Bundle
+from jaxpp._program import Bundle, Message
 from jaxpp.runtime.site._interrupts import uninterrupted
 from jaxpp.runtime.site._member import Hello
 from jaxpp.runtime.site._process import Process
@@ -63,6 +63,14 @@ class Group:
 
     def agree(self, number: int, bundle: Bundle) -> None:
         """Checks that all processes have the same step by a number."""
+
+    def transfers_of(self, bundle: Bundle) -> tuple[Message, ...]:
+        """Returns the messages for which all processes keep one order, in that order."""
+        return ()
+
+    def notes_of(self, bundle: Bundle) -> tuple[str, ...]:
+        """Returns what a description of a step says of the way of its messages, a line each."""
+        return ()
 
     def hellos(self) -> Sequence[tuple[tuple[int, ...], Hello]]:
         """Returns for each process its ranks, and its description of itself."""

@@ -122,7 +122,7 @@ class SiteMesh:
         group, library = self._group, self._group.library
         with group.order:
             group.check()
-            number = library.add(bundle)
+            number = library.add(bundle, group.transfers_of(bundle))
             step = RemoteStep(bundle, number, self._arrays, group)
             weakref.finalize(step, library.remove, number)
             group.agree(number, bundle)

@@ -169,7 +169,7 @@ class Process:
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
         first = next(iter(loadings.values()))
         dispatcher = self._steps[first.step] = Dispatcher(found, first.turns, self.transport)
-        self.transport.expect(dispatcher.messages, first.step, dispatcher.late)
+        self.transport.expect(dispatcher.messages, first.step, dispatcher.late, first.transfers)
         for rank, own in loadings.items():
             self.ranks[rank].keep(own, dispatcher.executors[rank])
 
@@ -322,7 +322,9 @@ class Process:
         elif rank not in (None, at):
             at, what, source = rank, "", None
         failure = Failure.of(error, at, self._call, what, source)
-        if spans(self.ranks[at].home) and lost_in_collective(error):
+        if self.transport.is_echo(error) or (
+            spans(self.ranks[at].home) and lost_in_collective(error)
+        ):
             failure = dataclasses.replace(failure, is_echo=True)
         return failure
 

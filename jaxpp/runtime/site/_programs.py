@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpp import _compat, jaxprs
-from jaxpp._program import Bundle, Program, Run
+from jaxpp._program import Bundle, Message, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of, turns_of
@@ -30,6 +30,7 @@ class Loading:
         references: by those numbers, to the computations, each a carried `WithSettings`.
         constants: slots, types and bytes of the program's constants.
         turns: the ranks in the order in which pieces of their programs are dispatched.
+        transfers: the messages for which all processes keep one order, in that order.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Loading:
     references: Mapping[int, Any]
     constants: tuple[tuple[int, ArrayType, Any], ...]
     turns: tuple[int, ...]
+    transfers: tuple[Message, ...] = ()
 
     @property
     def numbers(self) -> set[int]:
@@ -83,7 +85,7 @@ class Library:
         self._lines: dict[int, Mapping[str, str]] = {}
         self._removed: list[int] = []
 
-    def add(self, bundle: Bundle) -> int:
+    def add(self, bundle: Bundle, transfers: tuple[Message, ...] = ()) -> int:
         """Adds a step, and carries its computations that no other has; returns its number."""
         turns = tuple(turns_of(bundle.programs))
         computations = [self._numbers_of(program, bundle) for program in bundle.programs]
@@ -98,6 +100,7 @@ class Library:
                 {},
                 tuple((s, ArrayType.of(x), to_host(x)) for s, x in own.constants),
                 turns,
+                transfers,
             )
             for own, numbers in zip(bundle.programs, computations, strict=True)
         )
@@ -166,7 +169,8 @@ def _lines_of(bundle: Bundle) -> dict[str, str]:
                 if run.computation not in line_of:
                     lines = _source_lines(bundle.computations[run.computation].jaxpr)
                     line_of[run.computation] = next(lines, "")
-                stage = f"stage {run.task.stage}" if run.task else ""
+                stages = " and ".join(dict.fromkeys(str(task.stage) for task in run.tasks))
+                stage = f"stage {stages}" if stages else ""
                 found[run.label] = ", ".join(filter(None, (stage, line_of[run.computation])))
     return found
 

@@ -64,7 +64,7 @@ class RemoteStep:
 
     def describe(self) -> Description:
         """Describes what each rank holds, sends and reduces; reads the executables on the ranks."""
-        return describe(self.bundle, self.inspect())
+        return describe(self.bundle, self.inspect(), self._group.notes_of(self.bundle))
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Starts the step on all ranks, and returns at once."""

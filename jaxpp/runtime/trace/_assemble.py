@@ -114,7 +114,8 @@ def _runs(
             start = max(dispatched, free.get(lane, dispatched), arrived.get(where, dispatched))
             start = min(start, ends.get(where, start))
         free[lane] = end = ends.get(where, start)
-        traced.append(TracedRun(*where, run.label, min(dispatched, start), start, end, run.task))
+        times = min(dispatched, start), start, end
+        traced.append(TracedRun(*where, run.label, *times, run.task, run.others))
     return traced
 
 

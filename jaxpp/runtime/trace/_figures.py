@@ -1,5 +1,6 @@
 """Figures from the clocked tasks of a step: typical times, transfers, timelines."""
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,14 +13,14 @@ from jaxpp.schedules import Dependencies, Kind, Table, Task, Timeline
 
 #: A kind of task of a stage.
 Key = tuple[Kind, int]
-#: A device, the task that it ran, if it was one, and the run's start and end (seconds).
-Clocked = tuple[int, Task | None, float, float]
+#: A device, the tasks that it ran as one, if it ran any, and the run's start and end (seconds).
+Clocked = tuple[int, tuple[Task, ...], float, float]
 
 
 def tasks_of(bundle: Bundle) -> frozenset[Task]:
     """The tasks of a step's loops; the stages of several loops are numbered on: see `Run`."""
     runs = (i for p in bundle.programs for i in p.instructions if isinstance(i, Run))
-    return frozenset(run.task for run in runs if run.task)
+    return frozenset(task for run in runs for task in run.tasks)
 
 
 def dependencies_of(bundle: Bundle) -> Dependencies:
@@ -44,12 +45,15 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
                 case Free(slots):
                     for slot in slots:
                         made.pop(slot, None)
+    runs = [i for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
+    # What a task reads of another one in the same run is in no slot.
+    read = [pair[::-1] for run in runs for pair in itertools.combinations(run.tasks, 2)]
     for run, maker in reads:
         while isinstance(maker, tuple):
             maker = sent[maker]
-        reader, task = run.task, maker and maker.task
-        if not reader or not task or maker.loop != run.loop:
-            continue
+        if maker and maker.loop == run.loop:
+            read.extend(itertools.product(run.tasks, maker.tasks))
+    for reader, task in read:
         # An offload comes after tasks of its rank that read the same. Windows are the table's.
         if reader.kind is Kind.O or task.kind.of_stage:
             continue
@@ -64,14 +68,14 @@ def typical_times(calls: Iterable[Sequence[Clocked]]) -> dict[Key, float]:
     """Returns the time of each kind of task of each stage: its mean in a call, the median of calls.
 
     A step takes as long as its tasks together, and so their mean counts. A call that something
-    else disturbed does not.
+    else disturbed does not. Tasks that ran as one have equal parts of its time.
     """
     means: dict[Key, list[float]] = defaultdict(list)
     for runs in calls:
         times: dict[Key, list[float]] = defaultdict(list)
-        for _, task, start, end in runs:
-            if task:
-                times[task.kind, task.stage].append(end - start)
+        for _, tasks, start, end in runs:
+            for task in tasks:
+                times[task.kind, task.stage].append((end - start) / len(tasks))
         for key, own in times.items():
             means[key].append(statistics.fmean(own))
     return {key: statistics.median(own) for key, own in sorted(means.items())}
@@ -93,16 +97,24 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return statistics.median(times), float("inf")
 
 
-def table_of(orders: Sequence[Sequence[Task]]) -> Table:
-    """Makes the table of all tasks of a step, in the order of each device."""
-    tasks = [task for own in orders for task in own]
+def table_of(runs: Sequence[Sequence[Sequence[Task]]], dependencies: Dependencies) -> Table:
+    """Makes the table of all tasks of a step, of the tasks of each run of each device."""
+    orders = [list(itertools.chain(*own)) for own in runs]
+    # Tasks that ran as one but need each other, which are of one microbatch, do not overlap.
+    pairs = (pair for own in runs for joined in own for pair in itertools.pairwise(joined))
+    overlaps = frozenset(a for a, b in pairs if a.microbatch != b.microbatch)
+    tasks = list(itertools.chain(*orders))
     sizes = 1 + max(t.stage for t in tasks), 1 + max(t.microbatch for t in tasks)
-    return Table(tuple(map(tuple, orders)), *sizes)
+    graph = tuple(
+        tuple(sorted(s for kind, s in dependencies.get((Kind.F, stage), ()) if kind is Kind.F))
+        for stage in range(sizes[0])
+    )
+    return Table(tuple(map(tuple, orders)), *sizes, stage_inputs=graph, overlaps=overlaps)
 
 
 def timeline_of(table: Table, runs: Sequence[Clocked]) -> Timeline:
     """Makes the timeline that was clocked; its first task starts at 0."""
-    spans = {task: (start, end) for _, task, start, end in runs if task}
+    spans = {task: (start, end) for _, tasks, start, end in runs for task in tasks}
     zero = min(start for start, _ in spans.values())
     return Timeline(
         table,

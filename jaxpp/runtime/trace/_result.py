@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpp._program import Bundle, Message, Run
 from jaxpp.runtime.trace import _figures
-from jaxpp.schedules import Costs, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Dependencies, Task, Timeline, simulate
 
 #: A run: its call, its rank, and its position in the rank's program; None where there is no such.
 Where = tuple[int, int, Any]
@@ -23,7 +23,7 @@ class TracedRun:
     `position` is that of the instruction in the rank's program. A run is `dispatched` before it
     starts: it waits for its inputs, and for the runs before it on its device. `task` is the task of
     a loop that it is, if it is one; in a step of several loops, the stages of each are numbered on
-    from those of the loops before.
+    from those of the loops before. `others` are the tasks that ran in it as well.
     """
 
     call: int
@@ -34,6 +34,12 @@ class TracedRun:
     start: float
     end: float
     task: Task | None = None
+    others: tuple[Task, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks that it is."""
+        return (self.task, *self.others) if self.task else ()
 
     @property
     def where(self) -> Where:
@@ -144,12 +150,13 @@ class Trace:
             ValueError: the call was not traced, or not whole, or has no scheduled loop.
         """
         call = self._chosen(call)
-        clocked = [(self.device_of[r.rank], r.task, r.start, r.end) for r in self._by_call[call][0]]
+        runs = self._by_call[call][0]
+        clocked = [(self.device_of[r.rank], r.tasks, r.start, r.end) for r in runs]
         orders = [
-            [task for device, task, *_ in clocked if device == d and task]
+            [tasks for device, tasks, *_ in clocked if device == d]
             for d in range(1 + max(self.device_of))
         ]
-        return _figures.timeline_of(_figures.table_of(orders), clocked)
+        return _figures.timeline_of(_figures.table_of(orders, self._needs(call)), clocked)
 
     def simulated(self, call: int | None = None) -> Timeline:
         """Simulates the tasks of a call, by default a typical one, with the costs of the trace.
@@ -158,8 +165,19 @@ class Trace:
             ValueError: as `timeline` does.
         """
         call = self._chosen(call)
-        needs = _figures.dependencies_of(self.steps[call])
+        needs = self._needs(call)
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
+
+    def _needs(self, call: int) -> Dependencies:
+        """Finds the dependencies of a call's tasks, once for each step."""
+        step = self.steps[call]
+        if id(step) not in self._known:
+            self._known[id(step)] = _figures.dependencies_of(step)
+        return self._known[id(step)]
+
+    @functools.cached_property
+    def _known(self) -> dict[int, Dependencies]:
+        return {}
 
     def costs(self, call: int | None = None) -> Costs:
         """Returns the costs of tasks and transfers, of all calls of the step of a call.
@@ -184,8 +202,8 @@ class Trace:
                 tag, nbytes = sent.message.tag, sent.message.nbytes
                 alike[tag in waited, nbytes].append(waited.get(tag, sent.end - sent.start))
                 maker = self._run_at.get(sent.made_by)
-                if maker and maker.task and "edge" in sent.message.kinds:
-                    key = maker.task.kind, maker.task.stage
+                for task in maker.tasks if maker and "edge" in sent.message.kinds else ():
+                    key = task.kind, task.stage
                     edges[key] = max(edges.get(key, 0), nbytes)
             for (late, nbytes), times in alike.items():
                 points[late].append((nbytes, statistics.fmean(times)))
@@ -210,7 +228,7 @@ class Trace:
         of_device: dict[int, list[TracedRun]] = defaultdict(list)
         for run in own:
             if run.task and run.task.kind.lane == "copy":
-                clocked.append((run.rank, run.task, run.start, run.end))
+                clocked.append((run.rank, run.tasks, run.start, run.end))
             else:
                 of_device[self.device_of[run.rank]].append(run)
         for runs in of_device.values():
@@ -222,7 +240,7 @@ class Trace:
                     waited[sent.message.tag] = after.start - made
                 elif after:
                     end = after.start
-                clocked.append((run.rank, run.task, run.start, end))
+                clocked.append((run.rank, run.tasks, run.start, end))
         return clocked, waited
 
     def _chosen(self, call: int | None) -> int:

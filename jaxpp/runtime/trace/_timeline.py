@@ -68,7 +68,7 @@ def make_events(trace: Trace) -> list[Event]:
 
 
 def _run_slice(run: TracedRun) -> Event:
-    category = str(run.task.kind) if run.task else "other"
+    category = "+".join(str(task.kind) for task in run.tasks) or "other"
     args = {"call": run.call, "waited_us": ticks(1e6 * (run.start - run.dispatched))}
     return make_slice(run.rank, TASKS, run.label, category, 1e6 * run.start, 1e6 * run.end, args)
 

@@ -1,4 +1,4 @@
-"""Moves arrays between processes: over sockets, or by JAX's server for transfers."""
+"""Moves arrays between processes: over sockets, or by JAX itself."""
 
 from jaxpp.runtime.transport._errors import Aborted as Aborted
 from jaxpp.runtime.transport._errors import NotComputed as NotComputed
@@ -18,5 +18,6 @@ from jaxpp.runtime.transport._processes import leave_processes as leave_processe
 from jaxpp.runtime.transport._processes import lost_in_collective as lost_in_collective
 from jaxpp.runtime.transport._processes import rank_home as rank_home
 from jaxpp.runtime.transport._pull import Pulls as Pulls
+from jaxpp.runtime.transport._puts import Puts as Puts
 from jaxpp.runtime.transport._socket import SocketTransport as SocketTransport
 from jaxpp.runtime.transport._socket import Transport as Transport

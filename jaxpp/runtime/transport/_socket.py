@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,6 +29,7 @@ from jaxpp.runtime.transport._frames import (
 from jaxpp.runtime.transport._handshake import Addresses, Kind, start
 from jaxpp.runtime.transport._near import Near
 from jaxpp.runtime.transport._pull import Puller, Pulls
+from jaxpp.runtime.transport._puts import Puts, lost_in_transfer
 
 #: The ways of arrays between ranks: over connections of some kind, or by JAX's transfers.
 Transport = Literal["auto", "unix", "tcp", "jax"]
@@ -73,6 +74,8 @@ class SocketTransport:
             it can.
         pulls: this process's part in JAX's transfers; with it the receiver pulls the arrays of each
             large message that is registered, and only what says so goes over the connection.
+        puts: this process's part in `jax.device_put` between processes, which then has the messages
+            of programs instead of the connections.
         run_ahead: how many messages may be unsent when the next is received, so that dispatch
             does not run ahead of the device, and take memory, without bound.
     """
@@ -85,6 +88,7 @@ class SocketTransport:
         address: str | None = None,
         kind: Kind = "auto",
         pulls: Pulls | None = None,
+        puts: Puts | None = None,
         run_ahead: int = 2,
     ):
         self.homes = dict(homes)
@@ -97,6 +101,7 @@ class SocketTransport:
         #: The way of arrays between ranks of this process.
         self.near = Near(self.homes)
         self._pulls, self._run_ahead, self._pool = pulls, run_ahead, BufferPool()
+        self._puts = puts
         #: What makes the arrays of messages, by their program and tag.
         self._unpackers: dict[tuple[int, int], Unpacker | Puller] = {}
         self._late: set[tuple[int, int]] = set()
@@ -167,14 +172,21 @@ class SocketTransport:
     # ---- messages -------------------------------------------------------------------------------
 
     def expect(
-        self, messages: Iterable[Message], program: int = 0, late: Iterable[int] = ()
+        self,
+        messages: Iterable[Message],
+        program: int = 0,
+        late: Iterable[int] = (),
+        transfers: Sequence[Message] = (),
     ) -> None:
         """Registers the messages that these ranks send and receive in a program.
 
         Arrays of large registered messages are made as they come in. Those of other messages are
         made on the thread that receives them. What is sent under a `late` tag is copied first: a
-        computation may take its memory before it has left.
+        computation may take its memory before it has left. The `transfers` are those of all
+        processes, in their order, where `jax.device_put` moves them.
         """
+        if self._puts is not None:
+            self._puts.expect(transfers, program)
         self._late |= {(program, tag) for tag in late}
         for message in messages:
             if message.source in self.homes and message.target in self.homes:
@@ -189,6 +201,8 @@ class SocketTransport:
         for key in [k for k in self._unpackers if k[0] == program]:
             del self._unpackers[key]
         self._late = {key for key in self._late if key[0] != program}
+        if self._puts is not None:
+            self._puts.forget(program)
 
     def _unpacker(self, message: Message) -> Unpacker | Puller:
         known = self._unpackers.get((self._program, message.tag))
@@ -202,6 +216,8 @@ class SocketTransport:
         """Sets the call and the program of the next messages."""
         self._call, self._program = call, program
         self.near.clear()
+        if self._puts is not None:
+            self._puts.begin(program)
         if self.recorder is not self._told:
             self._told = self.recorder
             if self._told is not None:
@@ -219,6 +235,13 @@ class SocketTransport:
         if message.target in self.homes:
             connections.check()
             self.near.send(arrays, message, late=late)
+            return
+        if self._puts is not None and self._puts.carries(message):
+            connections.check()
+            begun = time.monotonic_ns()
+            self._puts.send(arrays, message)
+            if self.recorder is not None:
+                self.recorder.sent(self._call, message, begun, time.monotonic_ns())
             return
         peer, unpack = connections.reach(message.target), self._unpacker(message)
         if late:
@@ -280,6 +303,14 @@ class SocketTransport:
         if source in self.homes:
             connections.check()
             return self.near.receive(message)
+        if self._puts is not None and self._puts.carries(message):
+            connections.check()
+            begun = time.monotonic_ns()
+            arrays = self._puts.receive(message, connections.check)
+            if self.recorder is not None:
+                jax.block_until_ready(arrays)
+                self.recorder.received(self._call, message, begun, time.monotonic_ns())
+            return arrays
         if connections.unsent > self._run_ahead:
             connections.wait(lambda: connections.unsent <= self._run_ahead)
         key, mail = (self._program, self._call, message.tag), connections.mail
@@ -329,6 +360,10 @@ class SocketTransport:
         """
         self.connections.abort(error)
 
+    def is_echo(self, error: BaseException) -> bool:
+        """Tells whether an error of a computation says that another process has failed."""
+        return self._puts is not None and lost_in_transfer(error)
+
     def failed(self, error: BaseException) -> None:
         """Tells of an error."""
         if self.on_failure is not None:
@@ -359,6 +394,8 @@ class SocketTransport:
         if self._closed:
             return
         self._closed = True
+        if self._puts is not None and self.connections.error is None:
+            self._puts.end()
         deadline = time.monotonic() + 5
         for thread in self.connections.end():
             if thread is not threading.current_thread():

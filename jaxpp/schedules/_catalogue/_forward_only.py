@@ -59,6 +59,11 @@ class ForwardOnly(Schedule):
             return (building_blocks.loop(num_ranks, self.stages_per_rank),)
         return self.like.placement(num_ranks)[:1]
 
+    def for_graph(self, stage_inputs: tuple[tuple[int, ...], ...]) -> Schedule:
+        """Returns the schedule for stages that read from these: see `Schedule.for_graph`."""
+        like = None if self.like is None else self.like.for_graph(stage_inputs)
+        return dataclasses.replace(self, like=like)
+
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
         """Returns the stages that each stage reads from: see `Schedule.stage_inputs`."""
         return None if self.like is None else self.like.stage_inputs(num_ranks)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules._table import Table, Task, chain
 from jaxpp.schedules.simulator import Orders, Problem, Rule, Times
 
 
@@ -61,7 +61,7 @@ def as_graph(stage_inputs: Sequence[Sequence[int]] | None) -> tuple[tuple[int, .
     if stage_inputs is None:
         return None
     given = tuple(tuple(own) for own in stage_inputs)
-    return None if given == tuple((s - 1,) if s else () for s in range(len(given))) else given
+    return None if given == chain(len(given)) else given
 
 
 def _knobs(schedule: Schedule) -> dict[str, object]:

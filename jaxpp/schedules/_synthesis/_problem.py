@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._execute import stage_dependencies
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules._table import Table, Task, chain
 from jaxpp.schedules.simulator import Objective, Problem
 
 
@@ -38,7 +38,7 @@ def make_problem(
         for i in range(m)
     ]
     op_rank = [ranks[stage] for _, stage in ops]
-    graph = stage_inputs or tuple((s - 1,) if s else () for s in range(num_stages))
+    graph = stage_inputs or chain(num_stages)
     whole = tuple(
         tuple(first + need for need in own)
         for first in range(0, len(ranks), num_stages)

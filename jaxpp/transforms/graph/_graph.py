@@ -73,9 +73,10 @@ class Body:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GraphTask:
-    """A run of a body on a rank; `task` and `loop` are those of `Run`.
+    """A run of a body on a rank; `task`, `loop` and `others` are those of `Run`.
 
-    Once it is dispatched, the rank waits until `waits` are made.
+    Once it is dispatched, the rank waits until `waits` are made. `beside` is the task that the
+    table has run together with it; None for none.
     """
 
     rank: int
@@ -86,6 +87,8 @@ class GraphTask:
     task: Task | None = None
     loop: int = 0
     waits: tuple[Value, ...] = ()
+    beside: Task | None = None
+    others: tuple[Task, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -334,7 +337,7 @@ class _ProgramWriter:
             self._vacate(value)
         outputs = tuple(map(self.slot, task.outputs))
         self.instructions.append(
-            Run(computation, inputs, outputs, task.label, task.task, task.loop)
+            Run(computation, inputs, outputs, task.label, task.task, task.loop, task.others)
         )
         self.ending = [
             value

@@ -125,7 +125,7 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
     """
 
     def rule(eqn: Eqn) -> jaxprs.Replacement:
-        if eqn.primitive.name == "shard_map" and axis in _manual_axes(eqn):
+        if eqn.primitive.name == "shard_map" and axis in jaxprs.manual_axes(eqn):
             raise ValueError(
                 f"place: the shard_map{_compat.at_source_line(eqn)} is over {axis!r}, and so are "
                 f"the replicas of microbatch(..., replicas=), each of which has devices of its own "
@@ -154,11 +154,6 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
         return NamedSharding(_manual_along(axis)(value.mesh), PartitionSpec(*entries))
 
     return retype(jaxpr, retyped, rule)
-
-
-def _manual_axes(eqn: Eqn) -> Any:
-    params = eqn.params
-    return params.get("newly_manual_axes", params.get("manual_axes", params["mesh"].axis_names))
 
 
 @functools.cache

@@ -95,6 +95,8 @@ class LoopTasks:
         self.values, self.all_bodies, self.reductions = values, bodies, reductions
         self.equations = {t.params["key"]: t for t in (*loop.tasks, *loop.recomputations)}
         _check_kinds(loop.table, [kind for kind, _ in self.equations])
+        orders = map(itertools.pairwise, loop.table.ranks)
+        self.beside = {a: b for own in orders for a, b in own if a in loop.table.overlaps}
         self.order = [t for _, t in schedules.execution_order(loop.table, loop.dependencies)]
         self.results = dict(zip(loop.results, eqn.outvars, strict=True))
         #: What keeps a result of the body: its carry, or a buffer of its own.
@@ -298,9 +300,13 @@ class LoopTasks:
         self, task: Task, body: Body, inputs: Sequence[Value], outputs: Sequence[Value]
     ) -> GraphTask:
         number = self.loop.stage_number(task.stage, self._direction(task))
-        own = dataclasses.replace(task, stage=self.stages_before + task.stage)
+        own, beside = (
+            t and dataclasses.replace(t, stage=self.stages_before + t.stage)
+            for t in (task, self.beside.get(task))
+        )
         values = tuple(inputs), tuple(outputs)
-        return GraphTask(self.ranks_of[number], body, *values, str(task), own, self.number)
+        rank = self.ranks_of[number]
+        return GraphTask(rank, body, *values, str(task), own, self.number, beside=beside)
 
     def _direction(self, task: Task) -> int:
         return self.loop.table.direction_of[task.microbatch]

@@ -1,6 +1,7 @@
 """`Lowered` and `Compiled`: a step for arguments of given types, as programs and on a mesh."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxpp.transforms.initialize import (
     lower_initializer,
     trace_initializer,
 )
+from jaxpp.transforms.place._model_flops import model_flops, utilization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Lowered:
     def programs(self) -> tuple[Program, ...]:
         """The program of each rank."""
         return self.bundle.programs
+
+    @functools.cached_property
+    def flops(self) -> tuple[float, ...]:
+        """The model FLOPs of a step for each rank, as `Compiled.flops` has them."""
+        return model_flops(self.bundle)
 
     def as_text(self) -> str:
         """Writes the programs as text, one instruction a line."""
@@ -115,6 +122,57 @@ class Compiled:
     def programs(self) -> tuple[Program, ...]:
         """The program of each rank."""
         return self.bundle.programs
+
+    @functools.cached_property
+    def flops(self) -> tuple[float, ...]:
+        """The model FLOPs of a step: floating-point operations of each rank, on all its devices.
+
+        Their sum is that of the step. They are those of products of matrices (2mkn for an m x k by
+        a k x n array) and of convolutions, forward and backward, in the update too. What a rank
+        computes again, with the same operands, counts once: recomputation of checkpoints does not
+        count. A conditional counts its dearest branch, a `while_loop` its
+        body once, and a kernel what its cost estimate says, or nothing. `cost_analysis` has what
+        XLA counts, with recomputation and elementwise operations.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(w, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+            ...     return jnp.mean((h @ w[1]) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> compiled = step.lower([jnp.eye(8), jnp.eye(8)], jnp.ones((16, 8))).compile()
+            >>> compiled.flops  # 2 * 16 * 8 * 8, for w[0] two times, for w[1] three times
+            (4096.0, 6144.0)
+            >>> compiled.mfu(seconds=1e-6, device=jaxpp.Device(flops=1e12, bandwidth=1e11))
+            0.01024
+        """
+        return model_flops(self.bundle)
+
+    def mfu(self, seconds: float, device: Any, *, rank: int | None = None) -> float:
+        """Returns the model FLOPs utilization: the share of the devices' peak that a step has used.
+
+        It is `sum(flops)` over what all devices could do in the time of a step (Chowdhery et al.,
+        "PaLM", 2022, appendix B). On an `MpmdMesh` a device that ranks share counts once, on other
+        meshes each rank has devices of its own.
+
+        Args:
+            seconds: the time of a step, as measured.
+            device: the device, as a `jaxpp.Device`, or a name of `jaxpp.planning.DEVICES`, such as
+                `"h100"`, whose peak is that in bfloat16.
+            rank: the rank whose operations and devices count; None for all.
+
+        Returns:
+            A fraction; 1 is the peak.
+
+        Raises:
+            ValueError: `seconds` is no time, or there is no such device or rank.
+
+        Example:
+            See `flops`.
+        """
+        return utilization(self.flops, self.bundle, self._mesh, seconds, device, rank)
 
     @property
     def input_shardings(self) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from jaxpp._specs import Spec, axis_sizes, replicated, type_of
 from jaxpp.jaxprs import Eqn
 from jaxpp.transforms._signature import Signature, with_keywords, without_keywords
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.graph import TaskGraph, assign, lower
+from jaxpp.transforms.graph import Fuse, TaskGraph, assign, fuse, lower
 from jaxpp.transforms.inside import (
     automatic,
     cost_of_sharing,
@@ -39,6 +39,7 @@ from jaxpp.transforms.inside import (
 )
 from jaxpp.transforms.place import _build_graph, _conditionals, _distribute, _flat_step, _placement
 from jaxpp.transforms.place._compiled import Compiled, Lowered, load
+from jaxpp.transforms.place._join_loops import join_loops
 from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
@@ -56,6 +57,7 @@ class Request:
         out_specs: a prefix of the results.
         zero: for each role, the axes over which arguments of that role are split further.
         replica_axis: the axis whose devices have replicas of their own.
+        fuse: which tasks become one computation.
         edits: what `edit_tasks` does to the tasks, in order.
     """
 
@@ -67,6 +69,7 @@ class Request:
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
     replica_axis: str
+    fuse: Fuse = "none"
     edits: tuple[Callable[[TaskGraph], TaskGraph], ...] = ()
 
 
@@ -114,13 +117,16 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     with jax.debug_key_reuse(False):  # tasks may share an array of keys
         for run in PASSES:
             step = passes[run.__name__] = run(step)
-        graph = _build_graph.build(step)
+        graph = join_loops(_build_graph.build(step))
         for edit in request.edits:
             graph = edit(graph)
-        bundle = lower(step, graph, assign(step, graph))
+        specs = assign(step, graph)
+        graph, notes = fuse(graph, request.fuse)
+        bundle = lower(step, graph, specs)
     if note := cost_of_sharing(step):
         warn(f"place: {note}")
-        bundle = dataclasses.replace(bundle, notes=(note,))
+        notes = (note, *notes)
+    bundle = dataclasses.replace(bundle, notes=notes)
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
     rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, get_args
 
 import jax
 import jax.tree_util as jtu
@@ -18,7 +18,7 @@ from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
 from jaxpp.jaxprs import P, R, check_arrays, without_collections, without_mesh
 from jaxpp.transforms._signature import Signature, as_positional, positional
-from jaxpp.transforms.graph import TaskGraph
+from jaxpp.transforms.graph import Fuse, TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, as_mesh, check_positions, lower_step
@@ -39,6 +39,7 @@ def place(
     zero1: str | Sequence[str] = (),
     zero3: str | Sequence[str] = (),
     replica_axis: str = "data",
+    fuse: Fuse = "none",
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
 ) -> "Placed[P, R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -83,6 +84,10 @@ def place(
             along it, runs the replicas of a rank one after the other. A batch without replicas that
             is split over an axis has an all-reduce of the gradients in each backward task; there is
             a warning.
+        fuse: `"pairs"` makes one computation of two tasks that the table has run together
+            (`Table.overlaps`; DualPipe has such), so that XLA may run them at the same time. Notes
+            in `as_text()` say which pairs stay apart, and why. `"chains"` does the same with all
+            tasks of a rank that have no message between them: fewer calls, and more to compile.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with the function's own argument, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -132,13 +137,15 @@ def place(
                 f"place: {name} splits arrays inside a rank, but each rank of the mesh is one "
                 f"device. Give the mesh further axes: jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
             )
+    if fuse not in get_args(Fuse):
+        raise ValueError(f"place: fuse is one of {get_args(Fuse)}, got {fuse!r}.")
     if replica_axis != "data":
         _axes_inside("replica_axis", replica_axis, inside)
     parameter_axes = _axes_inside("zero3", zero3, inside)
     optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
     zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
     request = Request(
-        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis
+        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis, fuse
     )
     return Placed(request, dict(feed or {}))
 
@@ -378,6 +385,30 @@ class Placed(Generic[P, R]):
         """
         self.bundle  # noqa: B018  raises if there is none
         return self._cache[0].describe()
+
+    @property
+    def flops(self) -> tuple[float, ...]:
+        """The model FLOPs of each rank in a step, as it was called last: see `Compiled.flops`."""
+        self.bundle  # noqa: B018  raises if there is none
+        return self._cache[0].flops
+
+    def mfu(self, seconds: float, device: Any, *, rank: int | None = None) -> float:
+        """Returns the model FLOPs utilization of the step as it was called last.
+
+        Args:
+            seconds: the time of a step, as measured.
+            device: a `jaxpp.Device`, or a name of `jaxpp.planning.DEVICES`.
+            rank: the rank whose operations and devices count; None for all.
+
+        Returns:
+            A fraction; 1 is the peak. `Compiled.mfu` says what counts.
+
+        Raises:
+            ValueError: `seconds` is no time, there is no such device or rank, or the step has not
+                been called yet.
+        """
+        self.bundle  # noqa: B018  raises if there is none
+        return self._cache[0].mfu(seconds, device, rank=rank)
 
     def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[P, R]":
         """Returns the same placed function, whose tasks an edit changes: see `edit_tasks`."""

@@ -1,7 +1,8 @@
 """Outlines the placed equations of a step: each segment becomes one equation.
 
-A segment is a set of equations of one place, one phase and one level that runs as one computation.
-The phase is the loop that the segment comes before; the level counts the transfers before it.
+A segment is a set of equations of one place, one phase and one level that runs as one computation,
+and needs the same loops. The phase is the loop that the segment comes before; the level counts the
+transfers before it.
 Equations that have no place are repeated in each segment that needs them.
 """
 
@@ -106,19 +107,41 @@ class _Outliner:
     def groups(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
         """Gives each placed equation its phase, its segment's number in that, and its place."""
         found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        phase = self.flow.phase
+        phase, loops = self.flow.phase, self._loops_needed()
         for n in {phase[i] for i in self.place_of}:
             own = {i: place for i, place in self.place_of.items() if phase[i] == n}
             sources = {i: self._sources(own, i) for i in own}
             levels = in_levels(self.flow, own, sources.__getitem__)
-            members: dict[tuple[int, bool, tuple[int, ...]], list[int]] = {}
+            members: dict[tuple[int, int, bool, tuple[int, ...]], list[int]] = {}
             for i in sorted(own):
-                key = (levels[i], not self._reduces(i), tuple(sorted(own[i])))
+                key = (loops[i], levels[i], not self._reduces(i), tuple(sorted(own[i])))
                 members.setdefault(key, []).append(i)
             segments = [(place, numbers) for (*_, place), numbers in sorted(members.items())]
             for k, (place, numbers) in enumerate(segments):
                 found |= dict.fromkeys(numbers, (n, k, place))
         return found
+
+    def _loops_needed(self) -> dict[int, int]:
+        """Finds how many loops have run when the first segment that needs an equation can run.
+
+        So the updates after two loops are two segments, and each has all that it computes.
+        """
+        number = {i: n for n, i in enumerate(self.flow.loops, 1)}
+        needed: dict[int, int] = {}
+
+        def last_behind(i: int, near: list[int]) -> int:
+            order = [needed[j] for j in self.flow.ordered if j < i and i in self.flow.ordered]
+            needed[i] = max([1, *near, *order, number.get(i, 1)])
+            return needed[i]
+
+        def first_reader(i: int, near: list[int]) -> int:
+            needed[i] = max(needed[i], min(near, default=1))
+            return needed[i]
+
+        self.flow.down({}, last_behind)
+        outputs = jaxprs.variables(self.step.jaxpr.jaxpr.outvars)
+        self.flow.up(dict.fromkeys(outputs, 1), first_reader, min)
+        return needed
 
     def _reduces(self, i: int) -> bool:
         """Tells whether an equation combines what replicas made in a loop: a segment of its own."""

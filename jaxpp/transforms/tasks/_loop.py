@@ -358,6 +358,26 @@ class ScheduledLoop:
             for task in tasks
         }
 
+    @property
+    def stage_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the stages whose forwards its forward reads, once all have their stage.
+
+        A carry that several stages read comes from the one that makes its next value.
+        """
+        owner, readers = self.owner(), self.readers()
+        becomes = {v: out for v, out in self.becomes().items() if not jaxprs.is_literal(out)}
+        owner |= {v: owner[out] for v, out in becomes.items() if out in owner}
+        edges = {
+            (reader.stage, owner[v].stage)
+            for v, reading in readers.items()
+            for reader in reading
+            if v in owner and reader.kind is owner[v].kind is Kind.F
+        }
+        return tuple(
+            tuple(source for source in range(stage) if (stage, source) in edges)
+            for stage in range(self.num_stages)
+        )
+
     @functools.cached_property
     def ordered(self) -> dict[Key, str]:
         """The tasks whose microbatches must keep their order, for the sake of a carry.

@@ -21,7 +21,7 @@ from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop, in_flow, m
 
 
 def partition(loop: ScheduledLoop) -> ScheduledLoop:
-    """Makes the tasks of a loop that has been through all `PASSES`.
+    """Makes the tasks of a loop that has been through all passes.
 
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
@@ -85,6 +85,35 @@ def keep_constants(loop: ScheduledLoop) -> ScheduledLoop:
 
 
 # ---- the task of an equation --------------------------------------------------------------------
+
+
+def sum_cotangents(loop: ScheduledLoop) -> ScheduledLoop:
+    """Adds cotangents of one value in the last task that makes one, if it waits for the others.
+
+    So stages of one rank send their sum. It is the sum that JAX adds up, in its order. Stages that
+    wait for nothing of each other go on so: there the task adds that reads the sum. Where ranks
+    have their stages plays no part, so that it changes no bits.
+    """
+    owner, behind = loop.owner(), {}
+
+    def waits(key: Key, other: Key) -> bool:
+        """Tells whether a task reads what depends on another one."""
+        if other not in behind:
+            made = jaxprs.results_of(e for e, own in loop.grouped if own == other)
+            after = jaxprs.descendants(loop.eqns, made)
+            behind[other] = {own for e, own in loop.grouped if not after.isdisjoint(e.outvars)}
+        return key in behind[other]
+
+    grouped = []
+    for eqn, key in loop.grouped:
+        if key is None and eqn.primitive.name == "add_any":
+            sources = {owner.get(v) for v in jaxprs.variables(eqn.invars)}
+            makers = {own for own in sources if own and own.kind is Kind.B}
+            last = max(makers, default=None, key=in_flow)
+            if last and makers == sources and all(waits(last, own) for own in makers - {last}):
+                key = owner[eqn.outvars[0]] = last
+        grouped.append((eqn, key))
+    return loop.with_equations(grouped)
 
 
 def place_glue(loop: ScheduledLoop) -> ScheduledLoop:
@@ -164,8 +193,8 @@ def keep_carries(loop: ScheduledLoop) -> ScheduledLoop:
     return loop.with_equations([*copies, *grouped], carry_outs=tuple(outs), ys=ys)
 
 
-#: The passes that a loop goes through before its tasks are made, in order.
-PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
+#: The passes by which each equation of a loop gets a stage, in order; then the schedule is asked.
+STAGE_PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     start_with_zeros,
     _accumulators.split_stacked_sums,
     _accumulators.hand_through_zeros,
@@ -173,7 +202,11 @@ PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     _hoisting.hoist,
     _hoisting.carry_before,
     _accumulators.split_shared_sums,
+    sum_cotangents,
     place_glue,
+)
+#: The passes of a loop that has its table, before its tasks are made.
+TABLE_PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     _split_backward.split_backwards,
     keep_carries,
 )

@@ -12,12 +12,10 @@ from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_c
 from jaxpp.transforms.tasks._loop import Grouped, Key, ScheduledLoop
 
 
-def read_loop(eqn: Eqn, table: Table) -> ScheduledLoop:
+def read_loop(eqn: Eqn) -> ScheduledLoop:
     """Reads a scan over microbatches, and opens the stage calls in its body.
 
-    Args:
-        eqn: the scan.
-        table: the schedule's.
+    Its table has no tasks yet: which schedule gives it follows from which stages read which.
 
     Raises:
         ValueError: if stages are called inside a loop or conditional, or differ in their number.
@@ -36,7 +34,6 @@ def read_loop(eqn: Eqn, table: Table) -> ScheduledLoop:
             f"{' and '.join(map(str, sizes))} stages; split them alike, or give each a loop of its "
             f"own."
         )
-    backward = Kind.I if table.splits_backward else Kind.B
     known = jaxprs.Substitution()
     grouped: list[Grouped] = []
     edges: set[Var] = set()
@@ -50,7 +47,7 @@ def read_loop(eqn: Eqn, table: Table) -> ScheduledLoop:
                 grouped.append((e, None))
             continue
         stage, _ = call
-        key = Key(backward if computed_again or is_backward_call(e) else Kind.F, stage)
+        key = Key(Kind.B if computed_again or is_backward_call(e) else Kind.F, stage)
         opened = jaxprs.part(*jaxprs.inline_call(e, e.invars))
         clean, _ = dissolve_marks(opened.jaxpr)
         if computed_again or jaxprs.contains(e, _recomputes):
@@ -67,7 +64,7 @@ def read_loop(eqn: Eqn, table: Table) -> ScheduledLoop:
         tuple(grouped),
         outputs[:num_carry],
         outputs[num_carry:],
-        table,
+        Table((), sizes[0], eqn.params["length"]),
         eqn.params["reverse"],
         recomputing=frozenset(recomputing),
         outside=dict(zip(invars, operands, strict=True)),

@@ -1,5 +1,6 @@
 """`schedule`: partitions the microbatch loops of a function into tasks, and orders the tasks."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import _loop, _replicas, _write
 from jaxpp.transforms.tasks._loop import ScheduledLoop
-from jaxpp.transforms.tasks._partition import PASSES, partition
+from jaxpp.transforms.tasks._partition import STAGE_PASSES, TABLE_PASSES, partition
 from jaxpp.transforms.tasks._read import read_loop
 
 
@@ -227,9 +228,13 @@ def _loop_equations(
     eqn: Eqn, schedule: Any, note: Callable[[str, ScheduledLoop], None], join_rows: Any = None
 ) -> list[Eqn]:
     """Makes the equations in place of a microbatch loop: the scheduled one, and those around it."""
-    loop = read_loop(eqn, _table(schedule, eqn))
+    loop = read_loop(eqn)
     note("traced", loop)
-    for run in PASSES:
+    for run in STAGE_PASSES:
+        loop = run(loop)
+        note(run.__name__, loop)
+    loop = dataclasses.replace(loop, table=_table(schedule, loop))
+    for run in TABLE_PASSES:
         loop = run(loop)
         note(run.__name__, loop)
     # JAX keeps few frames of a call: a line of the scan is one of jaxpp, a stage's is the user's.
@@ -247,9 +252,14 @@ def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
     return schedules.ForwardOnly(like=schedule)
 
 
-def _table(schedule: Any, eqn: Eqn) -> Table:
-    """Makes the schedule's table for a loop; if it splits one backward, it splits all."""
-    num_stages, length = next(_stage_counts(eqn)), eqn.params["length"]
+def _table(schedule: Any, loop: ScheduledLoop) -> Table:
+    """Makes the schedule's table for a loop, with what its stages read.
+
+    If it splits one backward, it splits all.
+    """
+    num_stages, length, graph = loop.num_stages, loop.length, loop.stage_inputs
+    if isinstance(schedule, schedules.Schedule):
+        schedule = schedule.for_graph(graph)
     table = schedule.table(num_stages, length)
     if table.num_stages != num_stages or table.num_microbatches != length:
         raise schedules.ScheduleError(
@@ -257,6 +267,7 @@ def _table(schedule: Any, eqn: Eqn) -> Table:
             f"microbatches, but the loop has {num_stages} stages and {length} microbatches; make "
             f"the table for these."
         )
+    table = dataclasses.replace(table, stage_inputs=graph)
     return table.with_halves() if table.splits_backward else table
 
 

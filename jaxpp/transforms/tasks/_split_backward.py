@@ -31,8 +31,10 @@ def split_backwards(loop: ScheduledLoop) -> ScheduledLoop:
         return loop
     opened: list[Grouped] = []
     for eqn, key in loop.grouped:
-        backward = key is not None and key.kind is Kind.I
-        opened += [(e, key) for e in (inline_all([eqn]) if backward else [eqn])]
+        if key is not None and key.kind is Kind.B:
+            opened += [(e, key._replace(kind=Kind.I)) for e in inline_all([eqn])]
+        else:
+            opened.append((eqn, key))
     loop = loop.with_equations(opened)
     readers, becomes = loop.readers(), loop.becomes()
     grouped = [[pair] for pair in opened]

@@ -280,3 +280,58 @@ def test_a_plan_with_an_irregular_placement_runs_to_the_bit(placement):
     plain = jax.value_and_grad(loss_fn)(results[0][0], x)
     again = jax.jit(grad_fn)(results[0][0], x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, again)
+
+
+# ---- layers that are a graph --------------------------------------------------------------------
+
+#: Two towers of three layers, and two layers that read both.
+TOWERS = ((), (0,), (1,), (), (3,), (4,), (2, 5), (6, 2))
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("halves", [True, False])
+def test_the_judge_of_a_graph_is_the_simulation_of_its_table(directions, halves):
+    layers = layers_of(3, count=8, inputs=TOWERS)
+    setting = Setting(layers, 3, 4, latency=1.0, bandwidth=4.0)
+    bound = lower_bound(setting, directions)
+    for choice in wandering(setting, directions, halves, steps=20):
+        table = table_of(setting, choice, 0)
+        check(table)
+        time = judge(setting, choice)
+        assert bound <= timed(setting, choice, table).time == pytest.approx(time)
+
+
+def test_stages_of_layers_read_what_their_layers_read():
+    setting = Setting(layers_of(3, count=8, inputs=TOWERS), 2, 4)
+    choice = Choice((0, 2, 3, 6, 8), ((0, 1, 0, 1),))
+    assert setting.graph(choice) == ((), (0,), (), (1, 2))
+    assert Setting(layers_of(3), 2, 4).graph(choice) == ((), (0,), (1,), (2,))
+
+
+def test_a_plan_of_towers_is_faster_than_that_of_a_chain():
+    ones = (1.0,) * 8
+    options: Any = dict(ranks=4, microbatches=4, directions=(1,), latency=0.2, tries=400)
+    chain, towers = (
+        plan_layers(Layers(ones, ones, ones, inputs=own), **options) for own in ((), TOWERS)
+    )
+    towers.check()
+    assert towers.time < chain.time
+    assert towers.lower_bound < chain.lower_bound
+    assert towers.timeline.table.stage_inputs == towers.setting.graph(towers.choice)
+
+
+@pytest.mark.parametrize("limit", [math.inf, 4.0])
+def test_layers_that_wait_for_nothing_begin_together(limit):
+    """Two layers on two ranks take the time of one, and the bound says so."""
+    own = (1.0, 1.0)
+    apart = Layers(own, backward=own, activation_bytes=(4.0, 4.0), inputs=((), ()))
+    setting = Setting(apart, 2, 1, limit)
+    choice = Choice((0, 1, 2), ((0, 1),), halves=False)
+    assert judge(setting, choice) == lower_bound(setting) == 2.0
+    chain = dataclasses.replace(setting, layers=dataclasses.replace(apart, inputs=()))
+    assert lower_bound(chain) > 2.0
+
+
+def test_a_layer_that_reads_a_later_one_is_refused():
+    with pytest.raises(ValueError, match=r"layer 1 reads layers \(2,\)"):
+        Layers((1.0,) * 3, backward=(1.0,) * 3, inputs=((), (2,), (1,)))

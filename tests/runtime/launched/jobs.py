@@ -3,31 +3,14 @@
 import os
 import pathlib
 import random
-import socket
 import subprocess
 import sys
 import time
 
+from benchmarks.launching import free_port, torchrun
+
 ROOT = pathlib.Path(__file__).parents[3]
 SCRIPT = pathlib.Path(__file__).with_name("script.py")
-
-
-def free_port():
-    """A port that is free, and the one behind it, too."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            try:
-                other.bind(("127.0.0.1", port + 1))
-                return port
-            except OSError:
-                continue
-
-
-def torchrun(number, count, port):
-    own = {"RANK": number, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return own | {"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count}
 
 
 def slurm(number, count, port):

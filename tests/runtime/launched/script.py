@@ -16,6 +16,7 @@ import jaxpp
 from jaxpp import schedules
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 8, 16, 4, 10
+TRANSPORT: Any = os.environ.get("JAXPP_TEST_TRANSPORT", "sockets")
 
 #: The case's axes, number of layers, schedule, and options.
 CASES = {
@@ -87,7 +88,7 @@ def train(case, mesh):
 
 
 def bitwise(case, folder):
-    with jaxpp.LaunchedMpmdMesh(*axes_of(case)) as mesh:
+    with jaxpp.LaunchedMpmdMesh(*axes_of(case), transport=TRANSPORT) as mesh:
         losses, state = train(case, mesh)
         np.savez(folder / f"{mesh.process}.npz", np.array(losses), *state)
     assert "ray" not in sys.modules
@@ -95,7 +96,7 @@ def bitwise(case, folder):
 
 def composes(folder):
     """All else that a mesh does."""
-    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+    with jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT) as mesh:
         step = placed("callbacks", mesh)
         made = step.initialize(make_state, jax.random.key(0), rest=(0,))
         *state, loss = step(*made, 0)
@@ -108,14 +109,17 @@ def composes(folder):
         *state, loss = step(*state, 1)
         *again, same = step(*jaxpp.load_state(folder / "saved", like), 1)
         assert float(loss) == float(same)
-        mesh.start_trace(folder / "trace")
+        joined = TRANSPORT == "device_put"  # with it traces want to wait
+        mesh.start_trace(folder / "trace", times="waits" if joined else "profile")
         *state, loss = step(*state, 2)
         trace = mesh.stop_trace()
         assert {run.rank for run in trace.runs} == {0, 1} and not trace.errors
         assert len(trace.calls) == 1 and all(trace.steps.values())
         assert "are proven" in str(jaxpp.certify(step, *state, 2))
         lowered = step.lower(*state, 2).compile()
-        assert len(lowered.describe().ranks) == 2
+        description = lowered.describe()
+        assert len(description.ranks) == 2
+        (folder / f"notes{mesh.process}").write_text("\n".join(description.notes))
         print(f"loss {loss} of {mesh!r} in process {mesh.process}", flush=True)
 
 
@@ -151,11 +155,36 @@ def managed(folder):
 
 def twice(folder):
     """One mesh after the other; the second ends with the script."""
-    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+    with jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT) as mesh:
         placed("plain", mesh)(*begin(2), 0)
-    mesh = jaxpp.LaunchedMpmdMesh((2,))
+    mesh = jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT)
     *_, loss = placed("plain", mesh)(*begin(2), 0)
     (folder / f"loss{mesh.process}").write_text(str(loss))
+
+
+def disordered(folder):
+    """The order of transfers is wrong, alike in both processes: so no step is placed."""
+    del folder
+    from jaxpp.runtime.launched import _group
+
+    right = _group.transfers_of
+    _group.transfers_of = lambda *args: right(*args)[::-1]  # pyright: ignore
+    with jaxpp.LaunchedMpmdMesh((2,), transport="device_put") as mesh:
+        try:
+            placed("plain", mesh).lower(*begin(2), 0).compile()
+        except ValueError as error:
+            print(error, flush=True)
+
+
+def late(folder):
+    """The mesh is asked for in process 1 once JAX has been used."""
+    del folder
+    if os.environ["RANK"] == "1":
+        jnp.zeros(()).block_until_ready()
+    try:
+        jaxpp.LaunchedMpmdMesh((2,), transport="device_put")
+    except (ValueError, jaxpp.RankError) as error:
+        print(error, flush=True)
 
 
 def loose(folder):
@@ -179,7 +208,10 @@ def faulty(folder, fault):
 
     me = int(os.environ["RANK"])
     limit = float(os.environ.get("JAXPP_TEST_START_TIMEOUT", "60"))
-    mesh = jaxpp.LaunchedMpmdMesh((2,), heartbeat_timeout=2.0, start_timeout=limit)
+    count = int(os.environ["WORLD_SIZE"])
+    mesh = jaxpp.LaunchedMpmdMesh(
+        (count,), transport=TRANSPORT, heartbeat_timeout=2.0, start_timeout=limit
+    )
     with mesh:
         if fault == "unequal" and me == 1:
             global MICROBATCHES
@@ -223,7 +255,7 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, managed, twice, loose, faulty)
+    others = (composes, managed, twice, disordered, late, loose, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder))

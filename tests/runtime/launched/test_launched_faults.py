@@ -73,10 +73,12 @@ def test_a_process_that_ends_before_the_others_has_failed(tmp_path):
     assert all("shuts the mesh down" in output for _, output in found)
 
 
-def test_a_process_that_never_starts_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXPP_TEST_START_TIMEOUT", "3")
-    ((code, output),) = Job(2, "faulty", tmp_path, "none", started=1).wait(60)
-    assert code == 1 and "of 2 processes, [1] have not come to 127.0.0.1 port" in output
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_hear_which_process_never_starts(tmp_path, monkeypatch, count):
+    monkeypatch.setenv("JAXPP_TEST_START_TIMEOUT", "8")
+    for code, output in Job(count, "faulty", tmp_path, "none", started=count - 1).wait(60):
+        told = f"of {count} processes, [{count - 1}] have not come to 127.0.0.1 port"
+        assert code == 1 and told in output
 
 
 def test_a_process_with_another_secret_is_refused(tmp_path, monkeypatch):

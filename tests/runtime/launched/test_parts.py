@@ -1,6 +1,8 @@
 """What a process reads of its launcher, and how the processes compare what they do."""
 
 import stat
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.launched import _agreement, _environment
 from jaxpp.runtime.launched._course import At, Course
 from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
-from jaxpp.runtime.site import Given, Plain
+from jaxpp.runtime.launched._group import LaunchedGroup
+from jaxpp.runtime.launched._watch import LaunchedWatch
+from jaxpp.runtime.site import Failure, Given, Member, Plain
 from jaxpp.runtime.site._feed import Batch
 from tests.runtime.launched import jobs
 
@@ -149,3 +153,30 @@ def test_a_call_is_marked_by_its_step_and_its_arguments():
     others = [marks(2, large, 0.1), marks(1, other, 0.1), marks(1, large, 0.2)]
     others.append(marks(1, large, 0.1, value=1))
     assert marks(1, large, 0.1) not in others and len({*others}) == 4
+
+
+def test_process_0_may_be_silent_while_it_waits_for_those_that_come_late():
+    members = [Member(0, (0,)), Member(1, (1,))]
+    group = types.SimpleNamespace(library=types.SimpleNamespace(describe=None))
+    watch = LaunchedWatch(group, members, 2.0, 300.0)
+    assert not watch.why_dead(members[0], 310.0)  # it tells who has not come after 300
+    assert watch.why_dead(members[0], 330.0) == "its host does not answer"
+
+
+def test_the_others_hear_of_a_failure_before_the_watch_ends_the_work():
+    heard: list[Any] = []
+    group: Any = object.__new__(LaunchedGroup)
+    group.place = Position(1, 2)
+    group.hub = types.SimpleNamespace(tell=lambda news: heard.append(("others", *news)))
+    group._watch = types.SimpleNamespace(report=lambda *what: heard.append(("watch", *what)))
+    failure = Failure.of(ValueError("no such file"), 1, -1, "the script")
+    group.report(failure)
+    assert heard == [("others", "fails", 1, failure), ("watch", 1, failure)]
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_of_several_processes_the_one_that_differs_from_the_others_is_named(odd):
+    texts = {n: [("argument 0", "y" if n == odd else "x")] for n in (2, 0, 1)}
+    told = _agreement.first_difference(texts)
+    assert told.startswith(f"process {odd} differs from process {0 if odd else 1} first in")
+    assert told.endswith(f"process {odd}: y")

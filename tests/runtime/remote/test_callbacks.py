@@ -219,7 +219,9 @@ def test_a_train_step_calls_back_on_the_ranks_of_its_stages(mesh):
     want, expected = train(placed(local(), step_of()))
     got, found = train(placed(mesh, step_of(), donate_argnums=0), mesh=mesh)
     assert_same(got, want)
-    ranks = collections.Counter(re.match(r"rank (\d): (\w)", line).groups() for line in found)
+    lines = {line: re.match(r"rank (\d): (\w)", line) for line in found}
+    assert all(lines.values()), [line for line, match in lines.items() if match is None]
+    ranks = collections.Counter(match.groups() for match in lines.values() if match)
     assert ranks.keys() == {("0", "0"), ("1", "1"), ("0", "f"), ("0", "b")} & ranks.keys()
     assert sorted(line.partition(": ")[2] for line in found) == sorted(expected)
     _, plain = train(jax.jit(step_of()))

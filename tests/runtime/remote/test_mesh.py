@@ -18,7 +18,9 @@ import jaxpp
 from benchmarks import faults
 from experiments.models import gpt
 from jaxpp._program import Run
+from tests.helpers import assert_same
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of, tied_loss
+from tests.transforms.place import test_fuse
 
 
 @pytest.fixture(scope="module")
@@ -449,3 +451,12 @@ def test_other_versions_are_refused(ray_session, monkeypatch):
 def test_axes_are_checked_before_anything_is_started(shape, names, message):
     with pytest.raises(ValueError, match=f"RemoteMpmdMesh.*{message}"):
         jaxpp.RemoteMpmdMesh(shape, names)
+
+
+def test_worker_processes_run_fused_tasks_with_the_same_bits(ray_session):
+    with jaxpp.RemoteMpmdMesh((test_fuse.RANKS,)) as mesh:
+        step = test_fuse.placed(jaxpp.schedules.DualPipe(), 2, mesh=mesh)
+        got = test_fuse.run(step, 2)
+    assert any(r.others for r in test_fuse.runs(step))
+    alone = test_fuse.placed(jaxpp.schedules.DualPipe(), 2, "none")
+    assert_same(got, test_fuse.run(alone, 2))

@@ -9,6 +9,9 @@ import pytest
 import jaxpp
 
 WIDTH, ROWS = 8, 16
+ADAMW = optax.adamw(1e-2)
+#: Its update waits for the gradients of all ranks.
+CLIPPED = optax.chain(optax.clip_by_global_norm(1e-2), ADAMW)
 
 
 def loss_fn(weights, x):
@@ -52,8 +55,8 @@ def by_hand(grad, optimizer, steps):
     return train_step
 
 
-def run(step, steps, count=5):
-    weights, optimizer = start(), optax.adamw(1e-2)
+def run(step, steps, count=5, optimizer=ADAMW):
+    weights = start()
     versions, state = (weights,) * (steps + 1), optimizer.init(weights)
     losses = []
     for n in range(count):
@@ -86,6 +89,40 @@ def test_a_delayed_step_is_the_delayed_loop_to_the_bit(order, steps):
     jaxpp.certify(jaxpp.place(delayed, jaxpp.MpmdMesh((2,))), *args)
     plain = run(jaxpp.place(jaxpp.delay(step_of(grad_fn(order), optimizer), 0), one), 0)
     assert np.any(np.asarray(plain[2]) != np.asarray(results[0][2]))
+
+
+def in_one(step):
+    """Several steps as one function, which takes the batches of all."""
+
+    def steps(versions, state, batches):
+        losses = []
+        for x in batches:
+            versions, state, loss = step(versions, state, x)
+            losses.append(loss)
+        return versions, state, losses
+
+    return steps
+
+
+def run_in_one(step, mesh, count=5, optimizer=ADAMW):
+    weights = start()
+    batches = [batch(n) for n in range(count)]
+    placed = jaxpp.place(in_one(step), mesh)
+    return jaxpp.gather(placed((weights,) * 2, optimizer.init(weights), batches))
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, CLIPPED])
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_in_one_program_are_the_same_steps_to_the_bit(order, optimizer):
+    """On a mesh of two ranks and on one device, as several calls of one step; it is certified."""
+    delayed = jaxpp.delay(step_of(grad_fn(order), optimizer))
+    one = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+    expected = run(jaxpp.place(delayed, one), 1, optimizer=optimizer)
+    for mesh in (jaxpp.MpmdMesh((2,)), one):
+        found = run_in_one(delayed, mesh, optimizer=optimizer)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    args = (start(),) * 2, optimizer.init(start()), [batch(n) for n in range(3)]
+    jaxpp.certify(jaxpp.place(in_one(delayed), jaxpp.MpmdMesh((2,))), *args)
 
 
 def test_a_plain_function_is_delayed_before_anything_is_scheduled():

@@ -20,7 +20,7 @@ from jaxpp import jaxprs, schedules
 from jaxpp._program import Run
 from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
 from jaxpp.transforms.tasks import _loop
-from jaxpp.transforms.tasks._partition import PASSES
+from jaxpp.transforms.tasks._partition import STAGE_PASSES, TABLE_PASSES
 from tests.transforms import two_layers
 
 M = 3
@@ -856,10 +856,11 @@ def test_the_passes_of_a_loop_are_shown_with_the_task_of_each_equation():
     grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
     args = [jnp.eye(4), jnp.eye(4)], jax.ShapeDtypeStruct((8, 4), "float32")
     text = jaxpp.schedule(grad, ZeroBubbleH1()).passes_as_text(*args)
-    names = ["traced", *(run.__name__ for run in PASSES)]
+    names = ["traced", *(run.__name__ for run in (*STAGE_PASSES, *TABLE_PASSES))]
     assert re.findall(r"==== (\w+) \(loop 0\)", text) == names
     parts = dict(zip(names, re.split("==== .*", text)[1:], strict=True))
-    assert "F0 " in parts["traced"] and "I1 " in parts["traced"] and "W1 " not in parts["traced"]
+    assert "F0 " in parts["traced"] and "B1 " in parts["traced"] and "W1 " not in parts["traced"]
+    assert "I1 " in parts["split_backwards"]
     assert "before the loop" not in parts["traced"]
     assert re.search(r"\+before the loop:(\n.*)*?= exp ", parts["hoist"])
     assert re.search(r"\+W0 .*dot_general", parts["split_backwards"])

@@ -1,0 +1,81 @@
+"""The one order in which all processes issue the transfers between them, and its proof."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxpp._program import Message, Program, Receive, Send
+from jaxpp.runtime.executor._executor import interleave
+
+
+def transfers_of(programs: Sequence[Program], process_of: Mapping[int, int]) -> tuple[Message, ...]:
+    """Returns the messages between processes, in the order of their sends in that of all ranks.
+
+    Args:
+        programs: those of all ranks.
+        process_of: by rank its process.
+
+    Raises:
+        RuntimeError: the programs wait for each other.
+    """
+    return tuple(
+        i.message
+        for _, chunk in interleave(programs)
+        for i in chunk
+        if isinstance(i, Send) and _is_between(i.message, process_of)
+    )
+
+
+def check_transfers(
+    transfers: Sequence[Message], programs: Sequence[Program], process_of: Mapping[int, int]
+) -> None:
+    """Proves that processes which issue transfers in one order do not wait for each other.
+
+    A process issues a transfer where it sends the message or receives it, and before that all
+    transfers that are earlier in the order. It can do so where it makes its sends in that order,
+    and each after all that it has received by then. So each transfer needs only earlier ones, and
+    the earliest that is not done can always go on.
+
+    Args:
+        transfers: the order.
+        programs: those of all ranks.
+        process_of: by rank its process.
+
+    Raises:
+        ValueError: the order does not have each message between processes once, or a process would
+            wait for what it sends later itself.
+    """
+    places = {message.tag: place for place, message in enumerate(transfers)}
+    issued: dict[int, int] = dict.fromkeys(process_of.values(), 0)
+    sent: set[int] = set()
+    for rank, chunk in interleave(programs):
+        process = process_of[rank]
+        for instruction in chunk:
+            if not isinstance(instruction, Send | Receive):
+                continue
+            message = instruction.message
+            if not _is_between(message, process_of):
+                continue
+            if (place := places.get(message.tag)) is None:
+                raise ValueError(f"The order of transfers lacks {_named(message)}.")
+            sends = isinstance(instruction, Send)
+            if sends and place < issued[process]:
+                raise ValueError(
+                    f"The order of transfers has {_named(message)} before "
+                    f"{_named(transfers[issued[process] - 1])}, which process {process} issues "
+                    f"before it sends the former; it would wait for itself, or another for it."
+                )
+            issued[process] = max(issued[process], place + 1)
+            if sends:
+                sent.add(message.tag)
+    if len(transfers) != len(sent) or sent != places.keys():
+        raise ValueError(
+            f"The order of transfers has {len(transfers)} messages, and the ranks send {len(sent)} "
+            f"to other processes."
+        )
+
+
+def _is_between(message: Message, process_of: Mapping[int, int]) -> bool:
+    return process_of[message.source] != process_of[message.target]
+
+
+def _named(message: Message) -> str:
+    return f"{message.names[0]} from rank {message.source} to rank {message.target}"

@@ -1,0 +1,197 @@
+"""Messages that `jax.device_put` moves from one process to another: on GPUs by NCCL.
+
+JAX tells such transfers apart by counting them: the first one that a process issues is the first
+one of every other process. So all processes issue all transfers, in one order.
+"""
+
+import collections
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp._program import Message
+from jaxpp.jaxprs import WIDE
+from jaxpp.runtime.arrays import ArrayType, Home, from_host, is_ready, resplit, sharding_in
+from jaxpp.runtime.transport._errors import TransportError
+from jaxpp.runtime.transport._near import RUN_AHEAD
+
+#: Seconds between two looks at an array that has not come.
+LOOK = 1e-4
+
+
+class Puts:
+    """This process's part in the transfers between the processes of a mesh.
+
+    A send issues its transfer, and a receive too, unless it has been issued already: before its own
+    turn each issues the transfers before it. What comes by these is kept until it is received. For
+    a transfer between two other processes a process only counts it.
+
+    Args:
+        homes: those of all ranks, of other processes too.
+        here: the ranks of this process.
+        meet: called with the number of a program once this process has compiled it; returns when
+            all have.
+    """
+
+    def __init__(
+        self, homes: Mapping[int, Home], here: Collection[int], meet: Callable[[int], None]
+    ):
+        self._homes, self._here, self._meet = homes, here, meet
+        #: The transfers of each program, in order.
+        self._orders: dict[int, list[Put]] = {}
+        #: The pairs of ranks between which something has gone.
+        self._met: set[tuple[int, int]] = set()
+        self._order: list[Put] = []
+        self._places: dict[int, int] = {}
+        self._next = 0
+        self._mail: dict[int, list[Any]] = {}
+        self._recent: collections.deque[Any] = collections.deque()
+
+    def expect(self, transfers: Sequence[Message], program: int) -> None:
+        """Registers the transfers of a program, in the order of all processes.
+
+        Waits for all processes, so that none compiles while another waits for its transfers, and
+        lets each two meet that send to each other for the first time.
+        """
+        self._orders[program] = [Put(message, self._homes, self._here) for message in transfers]
+        self._meet(program)
+        for link in dict.fromkeys((m.source, m.target) for m in transfers):
+            if link not in self._met:
+                self._met.add(link)
+                types = (jax.ShapeDtypeStruct((1,), jnp.float32),)
+                first = Put(Message(0, *link, ("",), ("",), types), self._homes, self._here)
+                jax.block_until_ready(first.issue([jnp.zeros(1, jnp.float32)]))
+
+    def forget(self, program: int) -> None:
+        """Forgets the transfers of a program."""
+        self._orders.pop(program, None)
+
+    def begin(self, program: int) -> None:
+        """Issues what is left of the program before, and begins another."""
+        self.end()
+        self._order, self._next = self._orders.get(program, []), 0
+        self._places = {put.message.tag: n for n, put in enumerate(self._order)}
+        self._mail.clear()
+        self._recent.clear()
+
+    def end(self) -> None:
+        """Issues what is left of the program: transfers between other processes."""
+        self._issue_before(len(self._order))
+
+    def carries(self, message: Message) -> bool:
+        """Tells whether a message of the program that runs is one of its transfers."""
+        return message.tag in self._places
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        """Issues the transfer of some arrays, which may be donated from then on."""
+        place = self._places[message.tag]
+        self._issue_before(place)
+        self._order[place].issue(arrays)
+        self._next = place + 1
+
+    def receive(self, message: Message, check: Callable[[], None]) -> list[Any]:
+        """Returns the arrays of a message, which may be on their way.
+
+        It waits for those that came `RUN_AHEAD` receives before, as `Near` does, and calls `check`
+        meanwhile, which may raise.
+        """
+        self._issue_before(self._places[message.tag] + 1)
+        arrays = self._mail.pop(message.tag)
+        self._recent.extend(arrays[:1])
+        if len(self._recent) > RUN_AHEAD and not (oldest := self._recent.popleft()).is_deleted():
+            while not is_ready(oldest):
+                check()
+                time.sleep(LOOK)
+        return arrays
+
+    def _issue_before(self, place: int) -> None:
+        """Issues the transfers before a place, none of which this process sends."""
+        for put in itertools.islice(self._order, self._next, max(place, self._next)):
+            message = put.message
+            if message.source in self._here:
+                raise TransportError(
+                    f"The transfer of {message.names[0]} from rank {message.source} is due before "
+                    f"it is sent; this is a bug of the order of transfers."
+                )
+            arrays = put.issue()
+            if message.target in self._here:
+                self._mail[message.tag] = arrays
+        self._next = max(place, self._next)
+
+
+class Put:
+    """A transfer: the arrays of a message, from a home in one process to a home in another.
+
+    Args:
+        message: the message.
+        homes: of all ranks.
+        here: the ranks of this process.
+    """
+
+    def __init__(self, message: Message, homes: Mapping[int, Home], here: Collection[int]):
+        self.message = message
+        self._source, self._target = homes[message.source], homes[message.target]
+        self._here = message.target in here
+        types = [ArrayType.of(aval) for aval in message.avals]
+        self._arrays = list(zip(types, message.specs or ((),) * len(types), strict=True))
+        moved = [own for own in self._arrays if own[0].nbytes]  # JAX hangs on empty ones
+        self._leaving = [sharding_in(self._source, spec) for _, spec in moved]
+        self._arriving = [sharding_in(self._target, spec) for _, spec in moved]
+        self._wide = any(type_.dtype in WIDE for type_ in types)
+        self._absent: list[Any] = []
+        if message.source not in here:
+            with self._settings():
+                self._absent = [
+                    jax.make_array_from_single_device_arrays(
+                        type_.host_shape, sharding, [], dtype=type_.host_dtype
+                    )
+                    for (type_, _), sharding in zip(moved, self._leaving, strict=True)
+                ]
+
+    def issue(self, arrays: Sequence[Any] = ()) -> list[Any]:
+        """Issues the transfer; returns the arrays where this process has the target.
+
+        Args:
+            arrays: where this process has the source, those of the message. They are copied: JAX
+                does not say when it has read them.
+        """
+        with self._settings():
+            moved = self._absent or self._copies(arrays)
+            arrived = iter(jax.device_put(moved, self._arriving) if moved else ())
+            return [self._finished(*own, arrived) for own in self._arrays] if self._here else []
+
+    def _copies(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns copies of arrays, in the memory of the device, split as they are sent."""
+        own = [
+            resplit(a if t.key is None else jax.random.key_data(a), self._source, spec)
+            for a, (t, spec) in zip(arrays, self._arrays, strict=False)
+            if t.nbytes
+        ]
+        return jax.device_put(own, self._leaving, may_alias=False) if own else []
+
+    def _finished(self, type_: ArrayType, spec: Any, arrived: Any) -> Any:
+        if not type_.nbytes:
+            return from_host(b"", type_, self._target, spec)
+        array = next(arrived)
+        if type_.kind is not None:
+            array = jax.device_put(array, sharding_in(self._target, spec, type_.kind))
+        return array if type_.key is None else jax.random.wrap_key_data(array, impl=type_.key)
+
+    def _settings(self) -> Any:
+        return jax.enable_x64(True) if self._wide else contextlib.nullcontext()
+
+
+def lost_in_transfer(error: BaseException) -> bool:
+    """Tells whether an error says that the other process of a transfer was missing.
+
+    Example:
+        >>> lost_in_transfer(RuntimeError("INTERNAL: SocketServer: Connection closed"))
+        True
+    """
+    words = "SocketServer", "recv()", "while transferring"
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
