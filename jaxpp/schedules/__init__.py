@@ -2,7 +2,8 @@
 
 The catalogue has a class for each schedule, such as `OneFOneB`, and `by_name` finds them. `check`,
 `simulate`, `synthesize`, `to_text` and `plot` take any table; `from_tasks` and `FromTable` make one
-of your own, `Kind` a new kind of task. `Recompute`, `Offload`, `Gather` and `Reduce` change a schedule.
+of your own, `Kind` a new kind of task. `Recompute`, `Offload`, `Gather` and `Reduce` change a
+schedule.
 """
 
 from jaxpp.schedules import building_blocks as building_blocks

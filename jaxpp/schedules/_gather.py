@@ -55,7 +55,7 @@ class Gather(Varied):
 
 @dataclasses.dataclass(frozen=True)
 class Reduce(Varied):
-    """A schedule whose ranks reduce the gradients of a stage over replicas as soon as they are summed.
+    """A schedule whose ranks reduce the gradients of a stage as soon as they are summed.
 
     For `microbatch(..., replicas=D)` on an axis inside a rank: a device holds the sums of a stage
     from its first backward until an `S`, and not from the start of the step to its end. With

@@ -26,8 +26,8 @@ class Kind(str, metaclass=_Kinds):
     gradients of its weights, which nothing waits for. `B` is `I`, then `W`. `R` computes the
     activations again that the backward reads: the `F` of its stage and microbatch drops them. `O`
     offloads them to the memory of the host, and `L` loads them back. `G` gathers the parameters of
-    its stage for tasks from the `F` of its microbatch on, and `H` from a backward of it on. `S` sums
-    the gradients of its stage over replicas, up to those of its microbatch.
+    its stage for tasks from the `F` of its microbatch on, and `H` from a backward of it on. `S`
+    sums the gradients of its stage over replicas, up to those of its microbatch.
 
     A kind is its letter, a `str`, with a record of all that is known of it; a new kind is one
     value: a capital letter, its title, and further fields by name. The letter alone gives a kind

@@ -100,7 +100,7 @@ class _Builder:
         self.stages_before += loop.loop.num_stages
 
     def _reductions(self, loop: Eqn) -> dict[int, list[Eqn]]:
-        """Finds the segments of each stage that combine the results of a loop, for its `S` tasks."""
+        """Finds the segments of each stage that combine results of a loop: what its `S` does."""
         found: dict[int, list[Eqn]] = {}
         table = loop.params["table"]
         stages = {task.stage for task in table.tasks if task.kind is Kind.S}
