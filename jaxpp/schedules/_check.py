@@ -344,12 +344,13 @@ def _check_windows(table: Table, rows: _Rows) -> None:
     for task, window in table.windows.items():
         rank, place = _locate(table, rows[task.kind, task.stage][task.microbatch])
         if not window:
-            takes = task.kind.takes
-            where = "before it, since the last" if takes else "after it, before the next"
+            where, way = ("before it, since the last", "down") if task.kind.takes else (
+                "after it, before the next", "up"
+            )  # fmt: skip
             raise ScheduleError(
-                f"{task.describe()} of rank {rank} ({task.kind.title}): no {'backward' if takes else 'task'} "
-                f"of its stage comes {where} such task; drop it, or move it "
-                f"{'down' if takes else 'up'}." + excerpt(table, {rank: [place]})
+                f"{task.describe()} of rank {rank} ({task.kind.title}): no task that it is for "
+                f"comes {where} of its stage; drop it, or move it {way}."
+                + excerpt(table, {rank: [place]})
             )
         if task.kind.takes:
             left[rank, task.stage] = task

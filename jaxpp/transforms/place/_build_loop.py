@@ -233,8 +233,8 @@ class LoopTasks:
     def _summed(self, task: Task) -> Iterator[GraphTask]:
         """Makes a task that combines what replicas have added up for a stage since the last one.
 
-        The last one makes the results of the segments; those before it leave sums, and the
-        accumulators begin anew.
+        The last one makes the results of the segments; those before it leave sums of what the
+        tasks that an `S` takes have added up, and these accumulators begin anew.
         """
         direction = self._direction(task)
         number = self.loop.stage_number(task.stage, direction)
@@ -242,7 +242,10 @@ class LoopTasks:
         if is_last := task == self.last_sum[task.stage, direction]:
             results = [v for e in segments for v in e.outvars]
         else:
-            segments = list(filter(_adds, segments))
+            taken = {v for e in self.loop.tasks if e.params["key"].kind in task.kind.takes
+                     for v in e.outvars}  # fmt: skip
+            summed = {own for (v, _), own in self.results.items() if v in taken}
+            segments = [e for e in segments if _adds(e) and {*e.invars} <= summed]
         if not segments:
             return
         rows, sums = [v for e in segments for v in e.invars], self.sums.get(number, [])
@@ -262,7 +265,10 @@ class LoopTasks:
             yield self._begun_anew(task, rows)
 
     def _begun_anew(self, task: Task, rows: Sequence[Var]) -> GraphTask:
-        """Makes accumulators of zeros, for the results of the loop that an `S` has taken."""
+        """Makes accumulators of -0, for the results of the loop that an `S` has taken.
+
+        A sum with -0 is the same, also where it is -0.
+        """
         of_result = {v: own for own, v in self.results.items()}
         made = []
         for v in rows:
@@ -273,7 +279,7 @@ class LoopTasks:
         avals = [v.aval for v in rows]
         key = "zeros", *avals
         if (body := self.all_bodies.get(key)) is None:
-            zeros = jax.make_jaxpr(lambda: [filled(aval, 0) for aval in avals])()
+            zeros = jax.make_jaxpr(lambda: [filled(aval, -0.0) for aval in avals])()
             body = self.all_bodies[key] = Body(f"start_{task.stage}", zeros, None)
         rank = self.ranks_of[self.loop.stage_number(task.stage, self._direction(task))]
         return GraphTask(rank, body, (), tuple(made), "start")
