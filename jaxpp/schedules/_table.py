@@ -279,9 +279,13 @@ class Table:
                 if not which(stage := task.stage):
                     continue
                 own = Task(Kind.G if task.kind is Kind.F else Kind.H, stage, task.microbatch)
-                if stage not in known and own not in done:
-                    start = max(n - ahead, last.get(stage, -1) + 1)
-                    added.setdefault(start - joined[start], []).append(own)
+                since = last.get(stage, -1)
+                # Two tasks that overlap have nothing between them, and one gather.
+                if stage not in known and own not in done and not (joined[n] and since == n - 1):
+                    start = max(n - ahead, since + 1)
+                    if joined[start]:
+                        start += 1 if since == start - 1 else -1
+                    added.setdefault(start, []).append(own)
                     done.add(own)
                 known.pop(stage, None)
                 while held is not None and len(known) >= max(held, 1):

@@ -1,4 +1,4 @@
-"""Gathers in a table: where they stand, when they run, and what a rank holds for them."""
+"""Gathers and reductions in a table: where they stand, when they run, what a rank holds."""
 
 import dataclasses
 import itertools
@@ -16,6 +16,7 @@ from jaxpp.schedules import (
     Kind,
     Memory,
     Offload,
+    Reduce,
     ScheduleError,
     check,
     from_csv,
@@ -54,7 +55,7 @@ def test_each_task_has_what_its_stage_gathered_last(schedule, held, ahead, data)
         gathers = [task for task in order if task.kind.of_stage]
         if held is None:
             assert len(gathers) == len(stages)
-        elif held == 0 and not made.kinds & {"I", "R"}:
+        elif held == 0 and not made.kinds & {"I", "R"} and not made.overlaps:
             assert len(gathers) == len(plain.ranks[rank])
         if not ahead and not made.kinds & {"I", "R"} and not made.overlaps:
             # A task with several readers in one microbatch keeps its stage's for the second.
@@ -139,3 +140,60 @@ def test_the_cost_of_gathering_again_is_that_of_gathering():
     again = {task.stage: costs.of(task) for task in tasks if task.kind is Kind.H}
     assert again == {0: 1, 1: 3}
     assert not list(itertools.filterfalse(lambda t: t.kind.of_stage or costs.of(t), tasks))
+
+
+SUMS = Memory(forward=0, weight_grad=0, reduce=1, per="stage")
+
+
+@given(
+    st.sampled_from([s for s in SCHEDULES if not isinstance(s, ForwardOnly)]),
+    st.sampled_from([None, 1, 2, 3]),
+    st.data(),
+)
+def test_all_that_a_stage_sums_is_reduced_once(schedule, every, data):
+    p, m = valid_size(schedule, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8)))
+    plain = schedule.table(p * schedule.stages_per_rank, m)
+    made = Reduce(schedule, every=every).table(plain.num_stages, m)
+    check(made)
+    assert tuple(map(computing, made.ranks)) == plain.ranks
+    taken = [task for window in made.windows.values() for task in window]
+    backward = {task for task in plain.tasks if task.kind in Kind.S.takes}
+    assert len(taken) == len(set(taken)) and set(taken) == backward
+    for rank, order in enumerate(made.ranks):
+        stages = {task.stage for task in order}
+        sums = [task for task in order if task.kind is Kind.S]
+        if every is None:
+            assert len(sums) == len(stages)
+        elif every == 1:
+            assert len(sums) == sum(task.kind in "BW" for task in order)
+        assert SUMS.peaks(made)[rank] <= len(stages)
+    # Reductions that take no time change nothing else of the clock.
+    free, base = simulate(made, Costs(reduce=0)), simulate(plain)
+    assert [s for s in free.spans if s.task in plain.tasks] == list(base.spans)
+
+
+def test_breadth_first_a_rank_holds_the_sums_of_one_stage():
+    made = Reduce(GPipe(stages_per_rank=4)).table(4, 8)
+    assert SUMS.peaks(made) == (1,)
+    held = simulate(made, Costs(reduce=1, per="stage"), memory=SUMS).memory_over_time(0)
+    assert max(count for _, count in held) == 2  # beside the next stage's first backward
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (["F0.0", "S0.0", "B0.0"], "no task that it is for comes before it.*move it down"),
+        (["F0.0", "F0.1", "B0.0", "S0.0", "B0.1"], "last S of its stage, but comes before B.*add"),
+        (["F0.0", "F0.1", "B0.0", "B0.1", "S0.1", "S0.0"], "no task that it is for.*move it down"),
+    ],
+)
+def test_a_reduction_that_has_nothing_or_leaves_something_is_refused(order, words):
+    with pytest.raises(ScheduleError, match=words):
+        check(from_tasks([order]))
+
+
+def test_a_reduction_after_each_of_no_backwards_is_refused():
+    with pytest.raises(ValueError, match="every of at least 1, got 0"):
+        Reduce(every=0)
+    with pytest.raises(ValueError, match="no backward"):
+        Reduce(ForwardOnly()).table(2, 2)

@@ -1,4 +1,4 @@
-"""Parameters that tasks of their own gather: the same bits, fewer collectives, the bytes said."""
+"""Gathers and reductions as tasks: the same bits, fewer collectives, the bytes that are said."""
 
 import functools
 import pathlib
@@ -13,7 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from experiments.hlo_collectives import count_collectives
-from jaxpp.schedules import Costs, Gather, GPipe, Interleaved1F1B, Offload, Recompute, by_name
+from jaxpp.schedules import (
+    Costs,
+    Gather,
+    GPipe,
+    Interleaved1F1B,
+    Offload,
+    Recompute,
+    Reduce,
+    by_name,
+)
 from tests.helpers import assert_same, train_step_of
 from tests.scripts import load_script
 
@@ -63,16 +72,6 @@ def train(step):
     return params, state, losses
 
 
-def gathers(step):
-    """The all-gathers of each rank in the tasks of a step."""
-    found = []
-    for rank in count_collectives(step):
-        assert "all-gather over data" not in rank.once
-        found.append(sum(n for kind, n in rank.all.items() if kind == "all-gather over data"))
-        assert not any(key[0] in "FBIW" for key in rank.in_tasks)
-    return found
-
-
 CASES = [
     (Gather(GPipe(2), held=1), 2),
     pytest.param(Gather("1f1b"), 4, marks=pytest.mark.more),
@@ -80,19 +79,79 @@ CASES = [
     pytest.param(Gather("dualpipe", held=1), 4, marks=pytest.mark.more),
     pytest.param(Recompute(Gather("interleaved_1f1b")), 2, marks=pytest.mark.more),
     pytest.param(Offload(Gather("1f1b", held=0)), 4, marks=pytest.mark.more),
+    pytest.param(Reduce(Gather(GPipe(2), held=1)), 2, marks=pytest.mark.more),
+    pytest.param(Reduce("interleaved_zb"), 2, marks=pytest.mark.more),
+    pytest.param(Reduce("dualpipe"), 4, marks=pytest.mark.more),
 ]
+
+
+def plain_of(schedule):
+    while hasattr(schedule, "schedule"):
+        schedule = schedule.schedule
+    return schedule
+
+
+def is_split(schedule):
+    """Tells what `place` splits for a schedule: all of ZeRO-3, or the state alone."""
+    return dict(zero3="data") if "Gather" in str(schedule) else dict(zero1="data")
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), CASES)
 def test_it_gives_the_bits_of_zero1_and_the_proof_holds(schedule, ranks):
-    plain = schedule
-    while hasattr(plain, "schedule"):
-        plain = plain.schedule
-    want = train(placed(plain, ranks=ranks, decay=0.01, zero1="data"))
-    step = placed(schedule, ranks=ranks, decay=0.01, zero3="data")
+    want = train(placed(plain_of(schedule), ranks=ranks, decay=0.01, zero1="data"))
+    step = placed(schedule, ranks=ranks, decay=0.01, **is_split(schedule))
     assert_same(train(step), want)
-    gathers(step)
     assert jaxpp.certify(step, *start(), batch(0)).exact
+    for rank in count_collectives(step):
+        assert ("all-gather over data" in rank.once) == ("zero1" in is_split(schedule))
+        assert not any(key[0] in "FBIW" for key in rank.in_tasks)
+
+
+@pytest.mark.parametrize("fuse", ["pairs", "chains"])
+@pytest.mark.parametrize(
+    "schedule", [Reduce(Gather("dualpipe", held=1)), Reduce(Gather(Interleaved1F1B(2)))]
+)
+def test_fused_tasks_leave_collectives_apart(schedule, fuse):
+    ranks = 4 // schedule.stages_per_rank
+    step, alone = (placed(schedule, ranks=ranks, zero3="data", fuse=own) for own in (fuse, "none"))
+    assert_same(train(step), train(alone))
+    collectives = [[rank.all, rank.once] for rank in count_collectives(step)]
+    assert collectives == [[rank.all, rank.once] for rank in count_collectives(alone)]
+    assert jaxpp.certify(step, *start(), batch(0)).exact
+
+
+@pytest.mark.parametrize("schedule", [Reduce(Gather("1f1b")), Reduce("1f1b", every=2)])
+def test_steps_that_overlap_gather_and_reduce_as_each_does(schedule):
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 4, replicas=2)
+    one = jaxpp.delay(train_step_of(OPTIMIZER, jaxpp.schedule(grad, schedule)))
+
+    def steps(params, state, xs):
+        for x in xs:
+            params, state, value = one(params, state, x)
+        return params, state, value
+
+    mesh = jaxpp.MpmdMesh((4, 2), ("mpmd", "data"))
+    step, plain = (
+        jaxpp.place(steps, mesh, in_specs=(None, None, P("data")), **options)
+        for options in (is_split(schedule), dict())
+    )
+    args = (parameters(), parameters()), OPTIMIZER.init(parameters()), [batch(n) for n in range(3)]
+    text = step.lower(*args).as_text()
+    print(text)
+    for got, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(plain(*args)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert jaxpp.certify(step, *args)
+
+
+def test_sums_that_are_reduced_each_time_are_those_of_another_order():
+    step = placed(Reduce("1f1b", every=1), ranks=4, zero1="data")
+    want = train(placed(by_name("1f1b"), ranks=4, zero1="data"))
+    for got, own in zip(jax.tree.leaves(train(step)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, own, rtol=2e-6, atol=2e-7)
+    found = jaxpp.certify(step, *start(), batch(0))
+    assert not found.exact and "sums in another order" in str(found)
+    for rank in count_collectives(step):
+        assert rank.all["reduce-scatter over data"] == 2 * MICROBATCHES
 
 
 def window(schedule, zero3=True):
