@@ -48,21 +48,20 @@ def windows(base: Schedule) -> dict[str, tuple[Schedule, dict[str, Any]]]:
     }
 
 
-def make(config: Config, order: Schedule, options: dict[str, Any]) -> Any:
-    """The step of a training, with the gathers and reductions of a schedule."""
+def make(config: Config, order: Schedule, options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The step of a training with the tasks of a schedule, and its arguments."""
     grad_fn = eqx.filter_value_and_grad(jaxpp.wrap_forward(train_lm.split(config)))
     grad_fn = jaxpp.microbatch(grad_fn, config.microbatches, in_axes=(None, 0, 0), replicas=2)
-    step = train_lm.make_train_step(config, jaxpp.schedule(grad_fn, order))
+    train_step = train_lm.make_train_step(config, jaxpp.schedule(grad_fn, order))
     mesh = jaxpp.MpmdMesh((config.ranks, 2), ("mpmd", "data"))
-    in_specs = (None, None, P("data"), P("data"))
-    return jaxpp.place(step, mesh, donate_argnums=(0, 1), in_specs=in_specs, **options)
-
-
-def figures(config: Config, order: Schedule, options: dict[str, Any]) -> tuple[Any, ...]:
-    """The numbers of a line."""
-    step = make(config, order, options)
+    specs = dict(in_specs=(None, None, P("data"), P("data")), donate_argnums=(0, 1))
     batch: Any = next(train_lm.training_batches(config, data.load()))
-    args = (*train_lm.initial_state(config), *batch)
+    step = jaxpp.place(train_step, mesh, **specs, **options)
+    return step, (*train_lm.initial_state(config), *batch)
+
+
+def figures(step: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The numbers of a line: collectives of two kinds, bytes of two kinds, and a ratio."""
     measured, predicted = memory_peaks(step, args)
     first = count_collectives(step)[0].all
     held = jaxpp.predict(step, *args, costs=Costs(gather=0, reduce=0)).memory[0]
@@ -86,7 +85,7 @@ def main(_: list[str]) -> None:
         )  # fmt: skip
         whole = 0
         for window, (order, options) in windows(config.order).items():
-            gathers, scatters, *held, ratio = figures(config, order, options)
+            gathers, scatters, *held, ratio = figures(*make(config, order, options))
             whole = whole or held[0]  # those of `zero1`
             shares = " | ".join(f"{nbytes / whole:.2f}" for nbytes in held)
             line = f"| `{name}` | {window} | {gathers} | {scatters} | {shares} | {ratio:.3f} |"

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from experiments.hlo_collectives import count_collectives
+from jaxpp._program import Role
 from jaxpp.schedules import (
-    Costs,
     Gather,
     GPipe,
     Interleaved1F1B,
@@ -136,8 +136,6 @@ def test_steps_that_overlap_gather_and_reduce_as_each_does(schedule):
         for options in (is_split(schedule), dict())
     )
     args = (parameters(), parameters()), OPTIMIZER.init(parameters()), [batch(n) for n in range(3)]
-    text = step.lower(*args).as_text()
-    print(text)
     for got, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(plain(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     assert jaxpp.certify(step, *args)
@@ -154,33 +152,43 @@ def test_sums_that_are_reduced_each_time_are_those_of_another_order():
         assert rank.all["reduce-scatter over data"] == 2 * MICROBATCHES
 
 
-def window(schedule, zero3=True):
-    """The all-gathers of the first rank in a step, and the bytes that it holds at its peak."""
-    step = placed(schedule, zero1=() if zero3 else "data", zero3="data" if zero3 else ())
-    train(step)
-    first = count_collectives(step)[0]
-    free = jaxpp.predict(step, *start(), batch(0), costs=Costs(gather=0))
-    memory_peaks = load_script("benchmarks.prediction").module.memory_peaks
-    measured, predicted = memory_peaks(step, (*start(), batch(0)))
-    np.testing.assert_allclose(measured, predicted, rtol=0.02)
-    parameters = max(moment.bytes["parameters"] for moment in free.memory[0])
-    return first.all["all-gather over data"], parameters
-
-
 @pytest.mark.more
-def test_the_page_has_gathers_and_bytes_of_each_window():
+def test_the_page_has_collectives_and_bytes_of_each_window():
+    script, args = load_script("benchmarks.windows").module, (*start(), batch(0))
     whole = sum(x.nbytes for x in jax.tree.leaves(parameters())) // 2
     lines = []
     for name, base in (("GPipe(2)", GPipe(2)), ("Interleaved1F1B(2)", Interleaved1F1B(2))):
-        cases: dict[str, Any] = {"`zero1`": window(base, False), "`zero3`": window(base)}
-        for held in (0, 1, None):
-            said = "Gather(...)" if held is None else f"Gather(..., held={held})"
-            cases[f"`zero3`, `{said}`"] = window(Gather(base, held=held))
-        for case, (number, nbytes) in cases.items():
-            lines.append(f"| `{name}` | {case} | {number} | {nbytes / whole:.2f} |")
+        for window, (order, options) in script.windows(base).items():
+            step = placed(order, **options)
+            gathers, scatters, *held, ratio = script.figures(step, args)
+            assert abs(ratio - 1) <= 0.02
+            shares = " | ".join(f"{nbytes / whole:.2f}" for nbytes in held)
+            lines.append(f"| `{name}` | {window} | {gathers} | {scatters} | {shares} |")
     print("\n".join(lines))
     page = PAGE.read_text().splitlines()
     assert not [line for line in lines if line not in page]
+
+
+@pytest.mark.more
+def test_a_gpt2_gathers_each_parameter_once_a_step():
+    script = load_script("benchmarks.windows").module
+    sizes = dict(layers=4, width=16, vocabulary=256, ranks=2, dp=2, microbatches=8, batch_size=16)
+    config = script.Config(model="gpt2", schedule="gpipe(stages_per_rank=2)", **sizes)
+
+    def gathers(order):
+        step, args = script.make(config, order, dict(zero3="data"))
+        jax.block_until_ready(step(*args))
+        return step, count_collectives(step)[0]
+
+    # 2 x 8 tasks a stage, each of which gathers what it reads.
+    _, plain = gathers(config.order)
+    assert set(plain.in_tasks) == {"F0", "B0", "F2", "B2"}
+    each = sum(own["all-gather over data"] for own in plain.in_tasks.values())
+    assert plain.all["all-gather over data"] == 8 * each
+    step, once = gathers(Gather(config.order))
+    assert set(once.in_tasks) == {"G0", "G2"}
+    read = [a for a in step.bundle.arguments if a.role is Role.PARAMETER and a.stages & {0, 2}]
+    assert once.all["all-gather over data"] == len(read) < each
 
 
 @pytest.mark.more
