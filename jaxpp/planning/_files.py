@@ -7,38 +7,43 @@ import pathlib
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 from jaxpp.schedules import Table, from_csv, to_csv
 
-Path = str | os.PathLike[str]
-_Record = TypeVar("_Record")
 
+class Saved:
+    """A dataclass that can be a JSON file; a table in it is CSV."""
 
-def write(path: Path, kind: str, version: int, record: Any) -> None:
-    """Writes a dataclass, such as a `"plan"`; a table is written as CSV."""
-    whole = {f"jaxpp_{kind}": version, **_fields(record)}
-    pathlib.Path(path).write_text(json.dumps(whole, indent=2))
+    #: What it is, and the version of the file; other versions are refused.
+    KIND: ClassVar[str]
+    VERSION: ClassVar[int]
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the record as JSON."""
+        whole = {f"jaxpp_{self.KIND}": self.VERSION, **_fields(self)}
+        pathlib.Path(path).write_text(json.dumps(whole, indent=2))
 
-def read(path: Path, kind: str, version: int, cls: type[_Record]) -> _Record:
-    """Reads the record that `write` has written.
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a record that `save` has written.
 
-    Raises:
-        ValueError: the file is of another kind or version.
-    """
-    call = f"jaxpp.{'plan_layers(...)' if kind == 'layers_plan' else f'{kind}(f, *args)'}"
-    try:
-        found = json.loads(pathlib.Path(path).read_text())
-        given = found.pop(f"jaxpp_{kind}")
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{path} is no {kind}; make one: {call}.") from None
-    if given != version:
-        raise ValueError(
-            f"{path} is a {kind} of version {given}, and this jaxpp reads version {version}; make "
-            f"it anew: {call}."
-        )
-    return _made(cls, found)
+        Raises:
+            ValueError: the file is of another kind or version.
+        """
+        kind = cls.KIND
+        call = f"jaxpp.{'plan_layers(...)' if kind == 'layers_plan' else f'{kind}(f, *args)'}"
+        try:
+            found = json.loads(pathlib.Path(path).read_text())
+            version = found.pop(f"jaxpp_{kind}")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{path} is no {kind}; make one: {call}.") from None
+        if version != cls.VERSION:
+            raise ValueError(
+                f"{path} is a {kind} of version {version}, and this jaxpp reads version "
+                f"{cls.VERSION}; make it anew: {call}."
+            )
+        return _made(cls, found)
 
 
 def _fields(value: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp._program import Instruction, Receive, Run, Send
+from jaxpp._program import Instruction, Message, Receive, Run, Send
 from jaxpp.runtime.executor import Chunk
 from jaxpp.runtime.local import LocalStep
 from jaxpp.runtime.trace import (
@@ -186,9 +186,9 @@ def _clocked(
         start = time.perf_counter()
         jax.block_until_ready(local(copies))
         elapsed = time.perf_counter() - start
-        one_by_one = _OneByOne(local)
+        one_by_one = _Clock(local)
         jax.block_until_ready(local(_placed_copies(local, arrays), one_by_one))
-        by_device = _ByDevice(local)
+        by_device = _Clock(local, by_device=True)
         jax.block_until_ready(local(_placed_copies(local, arrays), by_device))
         if repeat:  # the first one compiles the feeds of the step, and fills caches
             steps.append(elapsed)
@@ -248,61 +248,35 @@ def _table(local: LocalStep) -> Table:
     return table_of(orders, dependencies_of(local.bundle))
 
 
-# ---- the clocks ---------------------------------------------------------------------------------
+# ---- the clock ----------------------------------------------------------------------------------
 
 
-class _OneByOne:
-    """Runs a step's instructions one at a time, waits for each, and clocks them."""
+class _Clock:
+    """Runs a step's instructions, waits for each, and clocks them.
 
-    def __init__(self, local: LocalStep):
+    All are run one after the other, or by a thread for each device, which waits for its own.
+    """
+
+    def __init__(self, local: LocalStep, by_device: bool = False):
         self.runs: list[Clocked] = []
         self.transfers: list[tuple[Key, int, float]] = []
-        self._local, self._device_of = local, _device_of(local)
-
-    def __call__(self) -> None:
-        local = self._local
-        for rank, chunk in local.order:
-            tasks: tuple[Task, ...] = ()
-            for instruction in chunk:
-                start = time.perf_counter()
-                _execute(local, rank, instruction)
-                end = time.perf_counter()
-                if isinstance(instruction, Run):
-                    tasks = instruction.tasks
-                    self.runs.append((self._device_of[rank], tasks, start, end))
-                elif isinstance(instruction, Send):
-                    message = instruction.message
-                    if "edge" not in message.kinds or not tasks:
-                        self.runs.append((self._device_of[rank], (), start, end))
-                    elif self._device_of[message.target] != self._device_of[rank]:
-                        sent = message.nbytes, end - start
-                        self.transfers += [((t.kind, t.stage), *sent) for t in tasks]
-
-
-class _ByDevice:
-    """Runs a step with a thread for each device; a thread waits for its runs, and clocks them."""
-
-    def __init__(self, local: LocalStep):
-        self.runs: list[Clocked] = []
+        self._local, self._device_of, self._by_device = local, _device_of(local), by_device
         self._failed = False
-        self._local, self._device_of = local, _device_of(local)
         self._arrived = {
             i.message.tag: threading.Event() for _, chunk in local.order
             for i in chunk if isinstance(i, Send)
         }  # fmt: skip
 
     def __call__(self) -> None:
-        devices = range(1 + max(self._device_of))
-        with ThreadPoolExecutor(len(devices)) as pool:
-            futures = [pool.submit(self._run, device) for device in devices]
-        for future in futures:
-            future.result()
+        devices = set(self._device_of)
+        parts = [{device} for device in devices] if self._by_device else [devices]
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(self._run, parts))
 
-    def _run(self, device: int) -> None:
-        local = self._local
+    def _run(self, devices: set[int]) -> None:
         try:
-            for rank, chunk in local.order:
-                if self._device_of[rank] == device and not self._failed:
+            for rank, chunk in self._local.order:
+                if self._device_of[rank] in devices and not self._failed:
                     self._run_chunk(rank, chunk)
         except BaseException:
             self._failed = True
@@ -312,32 +286,44 @@ class _ByDevice:
 
     def _run_chunk(self, rank: int, chunk: Chunk) -> None:
         """Runs a computation and its messages; the wait for messages is no part of its time."""
-        executor = self._local.executors[rank]
+        tasks: tuple[Task, ...] = ()
         for instruction in chunk:
             if isinstance(instruction, Receive):
                 self._arrived[instruction.message.tag].wait()
                 if self._failed:
                     return
-                executor.execute((instruction,))
-                jax.block_until_ready([executor.slots[slot] for slot in instruction.slots])
-            elif isinstance(instruction, Run):
-                start = time.perf_counter()
-                _execute(self._local, rank, instruction)
-                end = time.perf_counter()
-                self.runs.append((self._device_of[rank], instruction.tasks, start, end))
-            else:
-                executor.execute((instruction,))
-                if isinstance(instruction, Send):
-                    self._arrived[instruction.message.tag].set()
+            start = time.perf_counter()
+            _execute(self._local, rank, instruction, wait_for_sends=not self._by_device)
+            end = time.perf_counter()
+            if isinstance(instruction, Run):
+                tasks = instruction.tasks
+                self.runs.append((self._device_of[rank], tasks, start, end))
+            elif isinstance(instruction, Send):
+                self._arrived[instruction.message.tag].set()
+                if not self._by_device:
+                    self._clock_message(rank, instruction.message, tasks, start, end)
+
+    def _clock_message(
+        self, rank: int, message: Message, tasks: tuple[Task, ...], start: float, end: float
+    ) -> None:
+        device = self._device_of[rank]
+        if "edge" not in message.kinds or not tasks:
+            self.runs.append((device, (), start, end))
+        elif self._device_of[message.target] != device:
+            sent = message.nbytes, end - start
+            self.transfers += [((task.kind, task.stage), *sent) for task in tasks]
 
 
-def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
+def _execute(
+    local: LocalStep, rank: int, instruction: Instruction, wait_for_sends: bool = True
+) -> None:
     """Executes one instruction, and waits for its results."""
     executor = local.executors[rank]
     executor.execute((instruction,))
-    if isinstance(instruction, Run):
-        jax.block_until_ready([executor.slots[slot] for slot in instruction.outputs])
-    elif isinstance(instruction, Send):
+    if isinstance(instruction, Run | Receive):
+        slots = instruction.outputs if isinstance(instruction, Run) else instruction.slots
+        jax.block_until_ready([executor.slots[slot] for slot in slots])
+    elif isinstance(instruction, Send) and wait_for_sends:
         jax.block_until_ready(local.transport.copies_of(instruction.message))
 
 

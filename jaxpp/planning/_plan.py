@@ -18,7 +18,7 @@ from jaxpp.planning._measure import Measurement
 from jaxpp.planning._predict import costs_found
 from jaxpp.planning._problem import MADE, SCHEDULES, Candidate, Problem
 from jaxpp.planning._profile import Profile, profile
-from jaxpp.planning.search import Layers, Options, Setting
+from jaxpp.planning.search import Options
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.runtime.trace import Trace
 from jaxpp.schedules import Costs, Kind, Timeline
@@ -26,10 +26,12 @@ from jaxpp.transforms.stages import UnitCuts
 
 #: How many of the other candidates a plan prints.
 _SHOWN = 4
+#: How many times the cores of a machine its ranks may keep busy before a plan says so.
+_MANY = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Candidate):
+class Plan(Candidate, _files.Saved):
     """The choice of `plan`: the fastest candidate that fits.
 
     Args:
@@ -50,12 +52,12 @@ class Plan(Candidate):
         (1, OneFOneB(), 2)
     """
 
+    KIND: ClassVar[str] = "plan"
+    VERSION: ClassVar[int] = 7
+
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
     lower_bound: float = 0.0
     others: tuple[Candidate, ...] = ()
-
-    #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 7
 
     @property
     def cuts(self) -> UnitCuts:
@@ -127,10 +129,12 @@ class Plan(Candidate):
         return solve(problem, self)
 
     def __str__(self) -> str:
+        steps = self.problem.steps
+        several = f", a step of {steps} in one program" if steps > 1 else ""
         lines = [
-            f"{self.schedule}, {self.microbatches} microbatches: {self.seconds:.4g} s, bubble "
-            f"{self.bubble:.1%}; any cut and schedule takes at least {self.lower_bound:.4g} s, "
-            f"a gap of {self.gap:.1%}",
+            f"{self.schedule}, {self.microbatches} microbatches{several}: {self.seconds:.4g} s, "
+            f"bubble {self.bubble:.1%}; any cut and schedule takes at least {self.lower_bound:.4g} "
+            f"s, a gap of {self.gap:.1%}",
             f"units of each stage: {', '.join(map(str, self.units))}",
         ]
         limit = self.problem.memory_limit
@@ -144,6 +148,11 @@ class Plan(Candidate):
             chosen = [stage for stage, own in enumerate(self.activations) if own == way]
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
+        if (busy := self.problem.profiles[self.microbatches].busy * self.problem.ranks) > _MANY:
+            lines.append(
+                f"tasks kept cores so busy that {self.problem.ranks} ranks need {busy:.1f} times "
+                f"those of the machine that was profiled: on it, the step takes longer than this"
+            )
         for c in self.others[:_SHOWN]:
             most = f", at most {format_bytes(max(c.peak_bytes))} a rank" if c.peak_bytes else ""
             lines.append(f"not {c.schedule}, {c.microbatches} microbatches: {c.reason}{most}")
@@ -152,24 +161,14 @@ class Plan(Candidate):
             lines.append(f"and {len(rest)} more, which `others` has, slower or too large: {names}")
         return "\n".join(lines)
 
-    def save(self, path: _files.Path) -> None:
-        """Writes the plan as JSON."""
-        _files.write(path, "plan", self.VERSION, self)
-
-    @staticmethod
-    def load(path: _files.Path) -> "Plan":
-        """Reads a plan that `save` has written.
-
-        Raises:
-            ValueError: the file is no plan, or of another version.
-        """
-        return _files.read(path, "plan", Plan.VERSION, Plan)
-
 
 class PlanOptions(Options, total=False):
     """The machine that `plan` is for, see `Options`, and how it profiles the function.
 
     Attributes:
+        steps: how many steps of a delay of 1 (`jaxpp.delay`) are one program. Its ranks do not
+            drain between them (`jaxpp.schedules.joined`), and hold the parameters and the sums of
+            gradients once more. Times are then those of one step of them. By default 1, no delay.
         at_least: as in `profile`, as are all that follow.
         in_axes: by default every argument but the first is part of the batch.
         device: where to measure, or a `jaxpp.Device` or the name of one, for a plan without a
@@ -178,6 +177,7 @@ class PlanOptions(Options, total=False):
         repeats: how often to measure; the medians count.
     """
 
+    steps: int
     at_least: int
     in_axes: PyTree[int | str | None]
     device: Any
@@ -186,7 +186,7 @@ class PlanOptions(Options, total=False):
 
 
 #: Those of the options that `profile` takes.
-_OF_PROFILE = set(PlanOptions.__annotations__) - set(Options.__annotations__)
+_OF_PROFILE = {*PlanOptions.__annotations__} - {*Options.__annotations__, "steps"}
 
 
 def plan(
@@ -237,13 +237,12 @@ def plan(
     device, replicas = how.get("device"), machine.get("replicas", 1)
     if isinstance(device, Device | str):
         machine = {"memory_limit": device_of(device).memory, **machine}
-    checked = Setting(Layers((1.0,), backward=(1.0,)), ranks, 1, **machine)
+    problem = Problem({}, ranks, tuple(schedules), tries, seed, **machine)  # it checks these
     profiles: dict[int, Profile] = {}
     for count in counts:
         own = _one_microbatch(args, count, replicas, how.get("in_axes"))
         profiles[count] = profile(fun, *own, **how)
-    machine |= {"speed": checked.speeds}
-    return solve(Problem(profiles, ranks, tuple(schedules), tries, seed, **machine))
+    return solve(dataclasses.replace(problem, profiles=profiles))
 
 
 def solve(problem: Problem, known: Candidate | None = None) -> Plan:
@@ -253,8 +252,8 @@ def solve(problem: Problem, known: Candidate | None = None) -> Plan:
         ValueError: nothing fits, or no schedule can be made.
     """
     best, *others = problem.candidates()
-    if known is not None and known.table:
-        kept = problem.timed(known)
+    if known is not None and known.choice and known.table:
+        kept = problem.timed(known.schedule, known.microbatches, known.choice, known.table)
         if kept.seconds <= best.seconds:
             best = kept
     reasons = [

@@ -26,7 +26,7 @@ from jaxpp.transforms.place import Compiled, Placed
 
 #: The rows of a comparison that are not of a kind of task.
 _WHOLE = ("step", "tasks")
-#: Where tasks take so many times as long as predicted, they do not have their cores to themselves.
+#: What takes so many times as long as predicted does not have its cores to itself.
 SHARED = 1.5
 
 
@@ -138,19 +138,24 @@ class Beside:
 
     @property
     def note(self) -> str:
-        """Says what the row `tasks` is, and where tasks take much longer than predicted."""
+        """Says what the row `tasks` is, and where a step or tasks take longer than predicted."""
         note = "tasks: from the start of the first one to the end of the last one"
-        own = [(before, after) for name, before, after in self.rows if name not in _WHOLE]
-        slower = (
-            statistics.median(after / before for before, after in own if before) if own else 1.0
-        )
-        if slower < SHARED:
-            return note
-        return (
-            f"{note}\nA task takes {slower:.1f} times as long as predicted: ranks, or other "
-            f"processes, share cores or a device. Give each its own, or predict and plan with what "
-            f"was measured: predict(costs=measured), Plan.again(measured)."
-        )
+        longer = {name: after / before for name, before, after in self.rows if before}
+        own = [ratio for name, ratio in longer.items() if name not in _WHOLE]
+        task, together = statistics.median(own) if own else 1.0, longer.get("tasks", 1.0)
+        if task >= SHARED:
+            return (
+                f"{note}\nA task takes {task:.1f} times as long as predicted: ranks, or other "
+                f"processes, share cores or a device. Give each its own, or predict and plan with "
+                f"what was measured: predict(costs=measured), Plan.again(measured)."
+            )
+        if together >= SHARED:
+            return (
+                f"{note}\nTasks take {together:.1f} times as long together as predicted, and "
+                f"{task:.1f} times each: ranks wait between them, for messages, which latency= and "
+                f"bandwidth= tell of, or for cores that other processes use meanwhile."
+            )
+        return note
 
     def __str__(self) -> str:
         header = ["", "predicted ms", "measured ms", "ratio"]

@@ -10,6 +10,7 @@ from jaxpp.planning.search import (
     EXACT,
     Choice,
     Cutter,
+    Ranks,
     Setting,
     find,
     lower_bound,
@@ -102,7 +103,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(Ranks):
     """All that a plan follows from: what units take, and what the ranks are.
 
     Args:
@@ -112,7 +113,7 @@ class Problem:
             `"synthesized"` and `"searched"`.
         tries: how many cuts and placements the search judges for each number of microbatches.
         seed: of its random choices.
-        memory_limit: see `jaxpp.planning.Options`, as for all that follow.
+        memory_limit: see `jaxpp.planning.Options`, as for all other fields.
     """
 
     profiles: Mapping[int, Profile]
@@ -120,28 +121,12 @@ class Problem:
     schedules: tuple[str, ...] = SCHEDULES
     tries: int = 2000
     seed: int = 0
-    memory_limit: float = math.inf
-    state_bytes: float = 4.0
-    latency: float = 0.0
-    bandwidth: float = math.inf
-    overhead: float = 0.0
-    speed: tuple[float, ...] = ()
-    replicas: int = 1
-    reduction_bandwidth: float = math.inf
 
     @functools.cached_property
     def settings(self) -> dict[int, Setting]:
-        """For each number of microbatches, the layers and the machine.
-
-        Raises:
-            ValueError: a number is not one of its kind.
-        """
-        names = ("memory_limit", "state_bytes", "latency", "bandwidth", "overhead", "replicas",
-                 "reduction_bandwidth")  # fmt: skip
-        options = {name: getattr(self, name) for name in names}
-        options["speed"] = self.speed or 1.0
+        """For each number of microbatches, the layers and the machine."""
         return {
-            count: profile.setting(self.ranks, count, **options)
+            count: profile.setting(self.ranks, count, **self.machine)
             for count, profile in self.profiles.items()
         }
 
@@ -192,18 +177,13 @@ class Problem:
         table = candidate.order.table_for_ranks(self.ranks, candidate.microbatches)
         return self.settings[candidate.microbatches].timeline(table, candidate.choice)
 
-    def timed(self, candidate: Candidate) -> Candidate:
-        """Returns a candidate that has a table, as fast as it is in this problem."""
-        assert candidate.choice is not None and candidate.table is not None, "it has no table"
-        cutter = self._cutter(candidate.microbatches, FromTable(candidate.table))
-        return _candidate(candidate.schedule, cutter, candidate.choice, candidate.table)
-
     def _cutter(self, count: int, schedule: Schedule) -> Cutter:
         # Nothing is offloaded where nobody knows how long that takes.
         ways = (Kind.R, Kind.O) if self.profiles[count].copy else (Kind.R,)
         return Cutter(self.settings[count], schedule, tuple(map(str, ways)))
 
-    def _made(self, name: str, count: int, choice: Choice, table: Table) -> Candidate:
+    def timed(self, name: str, count: int, choice: Choice, table: Table) -> Candidate:
+        """Returns a candidate with a table of its own, which says what becomes of activations."""
         cutter = self._cutter(count, FromTable(table))
         kept = dataclasses.replace(choice, ways=("",) * choice.num_stages)
         return _candidate(name, cutter, kept, table)
@@ -214,9 +194,9 @@ class Problem:
         for count, setting in self.settings.items():
             if setting.layers.count < self.ranks:
                 continue
-            found = find(setting, tries=self.tries, seed=self.seed)
+            found = find(setting.one_step, tries=self.tries, seed=self.seed)
             if found is not None:
-                own = self._made(SEARCHED, count, found.choice, found.table)
+                own = self.timed(SEARCHED, count, found.choice, found.table)
                 # Stages of all sizes share no executables: a small gain is not taken.
                 if own.seconds < (1 - EXACT) * best.seconds:
                     made.append(own)
@@ -230,12 +210,12 @@ class Problem:
                 count = best.microbatches
                 offloads = limited and bool(self.profiles[count].copy)
                 ordered = synthesized(
-                    self.settings[count], best.choice, whole=True, recompute=limited,
+                    self.settings[count].one_step, best.choice, whole=True, recompute=limited,
                     offload=offloads, evaluations=EVALUATIONS, time_limit=SECONDS,
                 )  # fmt: skip
                 if ordered is None:
                     return []
-                own = self._made(SYNTHESIZED, count, best.choice, ordered.table)
+                own = self.timed(SYNTHESIZED, count, best.choice, ordered.table)
                 return [own] if _rank_of(own) < _rank_of(best) else []
         return []
 
@@ -273,7 +253,7 @@ def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = 
         name,
         setting.microbatches,
         choice,
-        timeline.makespan if over <= 0 else math.inf,
+        setting.time_of(timeline, choice) if over <= 0 else math.inf,
         timeline.bubble_fraction,
         tuple(peaks),
         tuple(setting.parameters(choice)),

@@ -1,12 +1,12 @@
 """`profile`: the times and bytes of a function's units, each measured alone on one device."""
 
 import dataclasses
-import functools
 import itertools
 import math
+import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
@@ -17,18 +17,18 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from jaxpp._compat import PINNED_HOST
-from jaxpp._program import Bundle, Role, Run
+from jaxpp._program import Role, Run
 from jaxpp._specs import Spec
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._limited import LimitedCuts
 from jaxpp.planning._loss import gradient, map_sliced
-from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
+from jaxpp.planning._measure import _Clock, _loaded, _placed_copies
 from jaxpp.planning.search import Choice, Layers, Options, Setting
 from jaxpp.runtime.executor import array_bytes
 from jaxpp.runtime.local import LocalStep, MpmdMesh
-from jaxpp.runtime.trace import Clocked, Key, dependencies_of
-from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind, Schedule
+from jaxpp.runtime.trace import Key, dependencies_of
+from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind
 from jaxpp.transforms import place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
 
@@ -37,7 +37,7 @@ MICROBATCHES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile(UnitCosts):
+class Profile(UnitCosts, _files.Saved):
     """The times and bytes of the units of a function, made by `profile`.
 
     A unit is a layer, or what lies before the first layer or after the last one. Times are seconds
@@ -58,6 +58,8 @@ class Profile(UnitCosts):
         copy: the time in which what each unit keeps goes to the memory of the host, or back; empty
             where the device has no such memory, or nobody knows.
         inputs: the units that each unit reads; empty where each reads the one before.
+        busy: the share of this machine's cores that tasks kept busy, each alone; 0 where they were
+            not measured on a CPU.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -72,6 +74,9 @@ class Profile(UnitCosts):
         >>> staged = jaxpp.split_stages(loss, 2, balance=found)
     """
 
+    KIND: ClassVar[str] = "profile"
+    VERSION: ClassVar[int] = 4
+
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     input_grad: tuple[float, ...]
@@ -82,6 +87,7 @@ class Profile(UnitCosts):
     memory_bandwidth: float = math.inf
     copy: tuple[float, ...] = ()
     inputs: tuple[tuple[int, ...], ...] = ()
+    busy: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.memory_bandwidth > 0:
@@ -124,7 +130,8 @@ class Profile(UnitCosts):
             self.parameter_bytes, self.crossing, self.temporary_bytes, self.copy,
             inputs=self.inputs,
         )  # fmt: skip
-        options = {"memory_bandwidth": self.memory_bandwidth, **options}
+        if options.get("memory_bandwidth", math.inf) == math.inf:
+            options["memory_bandwidth"] = self.memory_bandwidth
         return Setting(layers, ranks, microbatches, is_fed=True, unit="s", **options)
 
     def within(
@@ -159,22 +166,6 @@ class Profile(UnitCosts):
             )
         own = memory_limit, microbatches, schedule, state_bytes
         return LimitedCuts(self.crossing, self.at_least, self, *own)
-
-    #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 4
-
-    def save(self, path: _files.Path) -> None:
-        """Writes the profile as JSON."""
-        _files.write(path, "profile", self.VERSION, self)
-
-    @staticmethod
-    def load(path: _files.Path) -> "Profile":
-        """Reads a profile that `save` has written.
-
-        Raises:
-            ValueError: the file is no profile, or of another version.
-        """
-        return _files.read(path, "profile", Profile.VERSION, Profile)
 
 
 def profile(
@@ -224,167 +215,143 @@ def profile(
     staged = wrap_forward(split_stages(fun, at_least, balance=finest), policy=policy)
     grad_fn = gradient(staged, args, MICROBATCHES, in_axes)  # this cuts, and notes where
     figures = device_of(device) if isinstance(device, Device | str) else None
-    mesh = device if isinstance(device, MpmdMesh) else _mesh_of(None if figures else device)
+    if figures is not None or device is None:
+        device = jax.devices()[0]
+    mesh = device if isinstance(device, MpmdMesh) else MpmdMesh((1,), devices=[device])
     if mesh.num_ranks > 1:
         raise ValueError(
             f"profile: each unit is measured alone, on one rank, and {mesh!r} has {mesh.num_ranks} "
             f"ranks; give one of a single rank, jaxpp.MpmdMesh((1, ...), ('mpmd', ...))."
         )
     several = map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
+    bench = _Bench(mesh, in_specs, several, figures, repeats)
     count = len(finest.crossing) + 1
-    measured = functools.partial(_measured, grad_fn, mesh, in_specs, several, figures, repeats)
-    step, whole = measured(Interleaved1F1B(stages_per_rank=count))
-    _, halves = measured(InterleavedZeroBubble(stages_per_rank=count))
-    return _profile(finest, at_least, step, whole, halves, several[0], mesh, repeats, figures)
-
-
-def _measured(
-    grad_fn: Any,
-    mesh: MpmdMesh,
-    in_specs: Any,
-    args: Sequence[Any],
-    figures: Device | None,
-    repeats: int,
-    order: Schedule,
-) -> tuple[LocalStep, dict[Key, float]]:
-    """Runs the units one by one in the order of a schedule; returns the time of each task."""
-    local, arrays = _loaded(place(schedule(grad_fn, order), mesh, in_specs=in_specs), args)
-    runs: list[Clocked] = []
-    if figures is not None:
-        return local, _times_on(figures, local)
-    for repeat in range(repeats + 1):
-        clock = _OneByOne(local)
-        jax.block_until_ready(local(_placed_copies(local, arrays), clock))
-        runs += clock.runs if repeat else []  # the first one fills caches
-    return local, _times(local.bundle, runs)
-
-
-def _profile(
-    finest: Finest,
-    at_least: int,
-    step: LocalStep,
-    whole: Mapping[Key, float],
-    halves: Mapping[Key, float],
-    parameters: Any,
-    mesh: MpmdMesh,
-    repeats: int,
-    figures: Device | None,
-) -> Profile:
-    count = len(finest.crossing) + 1
-    sizes = {} if mesh.inside is None else dict(mesh.inside.shape)
-    forward, backward, inputs, weights = (
-        tuple(times.get((kind, stage), 0.0) for stage in range(count))
+    step, whole, busy = bench.run(schedule(grad_fn, Interleaved1F1B(stages_per_rank=count)))
+    _, halves, _ = bench.run(schedule(grad_fn, InterleavedZeroBubble(stages_per_rank=count)))
+    forward, backward, input_grad, weight_grad = (
+        tuple(times.get((kind, unit), 0.0) for unit in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
     )
-    kept = _activations(step.bundle, count, sizes)
+    sizes = {} if mesh.inside is None else dict(mesh.inside.shape)
+    kept = _activations(step, count, sizes)
     needs = dependencies_of(step.bundle)
-    reads = [sorted(s for k, s in needs[Kind.F, n] if k is Kind.F) for n in range(count)]
+    reads = tuple(
+        tuple(sorted(s for kind, s in needs[Kind.F, unit] if kind is Kind.F))
+        for unit in range(count)
+    )
     return Profile(
-        finest.crossing,
-        at_least,
-        tuple(np.add(forward, backward).tolist()),
-        forward,
-        backward,
-        inputs,
-        weights,
-        tuple(sum(map(_nbytes, own)) for own in kept),
-        _temporaries(step, count),
-        tuple(
+        finest.crossing, at_least, tuple(np.add(forward, backward).tolist()),
+        forward, backward, input_grad, weight_grad,
+        activation_bytes=tuple(sum(map(_nbytes, own)) for own in kept),
+        temporary_bytes=_temporaries(step, count),
+        parameter_bytes=tuple(
             sum(array_bytes(a.aval, a.spec, sizes) for a in step.bundle.arguments
-                if a.role is Role.PARAMETER and stage in a.stages)
-            for stage in range(count)
+                if a.role is Role.PARAMETER and unit in a.stages)
+            for unit in range(count)
         ),
-        _memory_bandwidth(parameters, mesh, repeats) if figures is None else figures.bandwidth,
-        _copies(kept, mesh, repeats, figures),
-        () if reads == [[n - 1] if n else [] for n in range(count)] else tuple(map(tuple, reads)),
+        memory_bandwidth=bench.memory_bandwidth(),
+        copy=bench.copies(kept),
+        inputs=() if reads == tuple((n - 1,) if n else () for n in range(count)) else reads,
+        busy=busy,
     )  # fmt: skip
 
 
-def _mesh_of(device: Any) -> MpmdMesh:
-    """Makes a mesh of one device, by default the first."""
-    return MpmdMesh((1,), devices=[jax.devices()[0] if device is None else device])
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    """Where the units of a function are measured, or what tells their times without."""
 
+    mesh: MpmdMesh
+    in_specs: Any
+    args: Sequence[Any]
+    figures: Device | None
+    repeats: int
 
-def _memory_bandwidth(parameters: Any, mesh: MpmdMesh, repeats: int) -> float:
-    """Measures how fast an update of the parameters reads and writes them."""
-    device = mesh.devices[0]
-    change = jax.device_put(eqx.filter(parameters, eqx.is_inexact_array), device)
-    update = jax.jit(lambda old, change: jax.tree.map(jnp.add, old, change), donate_argnums=0)
-    old, times = jax.tree.map(jnp.copy, change), []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        old = jax.block_until_ready(update(old, change))
-        times.append(time.perf_counter() - start)
-    moved = 3 * sum(x.nbytes for x in jax.tree.leaves(old))  # two are read, one is written
-    return moved / statistics.median(times[1:])
+    def run(self, grad_fn: Any) -> tuple[LocalStep, dict[Key, float], float]:
+        """Runs units one by one; those of one computation have one time. Returns `busy`, too."""
+        local, arrays = _loaded(place(grad_fn, self.mesh, in_specs=self.in_specs), self.args)
+        number = {run.task: run.computation for run in _task_runs(local)}
+        busy = 0.0
+        if self.figures is not None:
+            (rank,) = local.inspect()
+            found = {n: rank.analyses[n] for n in number.values()}
+            seconds = {
+                n: self.figures.seconds(own.flops, own.accessed_bytes) for n, own in found.items()
+            }
+        else:
+            times: dict[int, list[float]] = {}
+            for repeat in range(self.repeats + 1):
+                clock, copies = _Clock(local), _placed_copies(local, arrays)
+                start, used = time.perf_counter(), time.process_time()
+                jax.block_until_ready(local(copies, clock))
+                elapsed, used = time.perf_counter() - start, time.process_time() - used
+                if self.mesh.devices[0].platform == "cpu":
+                    busy = used / elapsed / len(os.sched_getaffinity(0))
+                for _, tasks, start, end in clock.runs if repeat else ():  # it fills caches first
+                    for task in tasks:
+                        times.setdefault(number[task], []).append(end - start)
+            seconds = {n: statistics.median(own) for n, own in times.items()}
+        known = {(task.kind, task.stage): seconds[n] for task, n in number.items() if task}
+        return local, known, busy
 
-
-def _copies(
-    kept: Sequence[Sequence[Any]], mesh: MpmdMesh, repeats: int, figures: Device | None
-) -> tuple[float, ...]:
-    """Finds how long what each unit keeps takes to host memory, or back; () if nobody knows."""
-    device = mesh.devices[0]
-    if figures is not None:
-        each = (sum(map(_nbytes, own)) for own in kept)
-        return tuple(n / figures.host_bandwidth for n in each) if figures.host_bandwidth else ()
-    if PINNED_HOST not in {memory.kind for memory in device.addressable_memories()}:
-        return ()
-    here, there = (SingleDeviceSharding(device, memory_kind=k) for k in ("device", PINNED_HOST))
-    known: dict[tuple[Any, ...], float] = {}  # units that are alike have one time
-    for own in set(map(tuple, kept)):
-        arrays, times = jax.device_put([jnp.zeros(a.shape, a.dtype) for a in own], here), []
-        for _ in range(repeats + 1):
+    def timed(self, run: Callable[[Any], Any], value: Any) -> tuple[Any, float]:
+        """Runs a function of its own result again and again; returns the last, and the time."""
+        times = []
+        for _ in range(self.repeats + 1):
             start = time.perf_counter()
-            arrays = jax.block_until_ready(jax.device_put(arrays, there))
-            arrays = jax.block_until_ready(jax.device_put(arrays, here))
+            value = jax.block_until_ready(run(value))
             times.append(time.perf_counter() - start)
-        known[own] = statistics.median(times[1:]) / 2
-    return tuple(known[tuple(own)] for own in kept)
+        return value, statistics.median(times[1:])
+
+    def memory_bandwidth(self) -> float:
+        """Finds how fast an update of the parameters reads and writes them."""
+        if self.figures is not None:
+            return self.figures.bandwidth
+        parameters = eqx.filter(self.args[0], eqx.is_inexact_array)
+        change = jax.device_put(parameters, self.mesh.devices[0])
+        update = jax.jit(lambda old, change: jax.tree.map(jnp.add, old, change), donate_argnums=0)
+        old, seconds = self.timed(lambda old: update(old, change), jax.tree.map(jnp.copy, change))
+        return 3 * sum(x.nbytes for x in jax.tree.leaves(old)) / seconds  # 2 are read, 1 is written
+
+    def copies(self, kept: Sequence[Sequence[Any]]) -> tuple[float, ...]:
+        """Finds how long what each unit keeps takes to host memory; () if nobody knows."""
+        device = self.mesh.devices[0]
+        if self.figures is not None:
+            speed = self.figures.host_bandwidth
+            return tuple(sum(map(_nbytes, own)) / speed for own in kept) if speed else ()
+        if PINNED_HOST not in {memory.kind for memory in device.addressable_memories()}:
+            return ()
+        here, there = (SingleDeviceSharding(device, memory_kind=k) for k in ("device", PINNED_HOST))
+
+        def there_and_back(arrays: Any) -> Any:
+            return jax.device_put(jax.block_until_ready(jax.device_put(arrays, there)), here)
+
+        known: dict[tuple[Any, ...], float] = {}  # units that are alike have one time
+        for own in set(map(tuple, kept)):
+            arrays = jax.device_put([jnp.zeros(a.shape, a.dtype) for a in own], here)
+            known[own] = self.timed(there_and_back, arrays)[1] / 2
+        return tuple(known[tuple(own)] for own in kept)
 
 
-def _times(bundle: Bundle, runs: Sequence[Clocked]) -> dict[Key, float]:
-    """Returns the median time of each task; those that run the same computation have one time."""
-    (program,) = bundle.programs
-    own = [i for i in program.instructions if isinstance(i, Run)]
-    computations = {run.task: run.computation for run in own if run.task}
-    seconds: dict[int, list[float]] = {}
-    for _, tasks, start, end in runs:
-        for task in tasks:
-            seconds.setdefault(computations[task], []).append(end - start)
-    return {
-        (task.kind, task.stage): statistics.median(seconds[number])
-        for task, number in computations.items()
-    }
+def _task_runs(step: LocalStep) -> list[Run]:
+    return [i for i in step.bundle.programs[0].instructions if isinstance(i, Run) and i.task]
 
 
-def _times_on(device: Device, step: LocalStep) -> dict[Key, float]:
-    """Returns the time of each task by the figures of a device."""
-    (rank,) = step.inspect()
-    times = {}
-    for run in step.bundle.programs[0].instructions:
-        if isinstance(run, Run) and (task := run.task):
-            found = rank.analyses[run.computation]
-            times[task.kind, task.stage] = device.seconds(found.flops, found.accessed_bytes)
-    return times
-
-
-def _activations(bundle: Bundle, count: int, sizes: Mapping[str, int]) -> list[list[Any]]:
+def _activations(step: LocalStep, count: int, sizes: Mapping[str, int]) -> list[list[Any]]:
     """Finds the types of what each stage's backward reads of what forwards have made.
 
     They are those of a device of the rank, whose further axes have these sizes.
     """
     made: dict[int, Any] = {}  # the types of what forwards have made, by slot
     kept: list[list[Any]] = [[] for _ in range(count)]
-    for instruction in bundle.programs[0].instructions:
-        if isinstance(instruction, Run) and (task := instruction.task):
-            if task.kind is Kind.F:
-                own = bundle.computations[instruction.computation]
-                avals = own.jaxpr.out_avals
-                specs = own.out_specs or ((),) * len(avals)
-                parts = map(lambda a, s: _part(a, s, sizes), avals, specs)
-                made |= zip(instruction.outputs, parts, strict=True)
-            else:  # the last stage comes first; what several read is the last one's
-                kept[task.stage] = [made.pop(s) for s in instruction.inputs if s in made]
+    for run in _task_runs(step):
+        assert run.task
+        if run.task.kind is Kind.F:
+            own = step.bundle.computations[run.computation]
+            specs = own.out_specs or ((),) * len(own.jaxpr.out_avals)
+            parts = (_part(a, s, sizes) for a, s in zip(own.jaxpr.out_avals, specs, strict=True))
+            made |= zip(run.outputs, parts, strict=True)
+        else:  # the last stage comes first; what several read is the last one's
+            kept[run.task.stage] = [made.pop(s) for s in run.inputs if s in made]
     return kept
 
 
@@ -403,8 +370,8 @@ def _temporaries(step: LocalStep, count: int) -> tuple[int, ...]:
     """Finds the most bytes that a task of each stage needs beside arrays."""
     (rank,) = step.inspect()
     most = [0] * count
-    for instruction in step.bundle.programs[0].instructions:
-        if isinstance(instruction, Run) and (task := instruction.task):
-            own = rank.analyses[instruction.computation].temporary_bytes
-            most[task.stage] = max(most[task.stage], own)
+    for run in _task_runs(step):
+        assert run.task
+        needed = rank.analyses[run.computation].temporary_bytes
+        most[run.task.stage] = max(most[run.task.stage], needed)
     return tuple(most)

@@ -48,6 +48,7 @@ from jaxpp.schedules._execute import Dependencies as Dependencies
 from jaxpp.schedules._execute import stage_dependencies as stage_dependencies
 from jaxpp.schedules._gather import Gather as Gather
 from jaxpp.schedules._gather import Reduce as Reduce
+from jaxpp.schedules._joined import joined as joined
 from jaxpp.schedules._kinds import Kind as Kind
 from jaxpp.schedules._offload import Offload as Offload
 from jaxpp.schedules._recompute import Recompute as Recompute

@@ -337,10 +337,10 @@ MUTATIONS = (
     Mutation(
         "operands of computations are split as others",
         "jaxpp/transforms/graph/_graph.py",
-        "computation = with_specs(computation, in_specs, out_specs)",
+        "            for values in (task.inputs, task.outputs)",
         (
-            "computation = with_specs(computation, in_specs[::-1] if len({len(s) for s in "
-            "in_specs}) == 1 else in_specs, out_specs)"
+            "            for values in (task.inputs[::-1] if "
+            "len({v.aval.ndim for v in task.inputs}) == 1 else task.inputs, task.outputs)"
         ),
         tests=("replicas",),
         unseen="how arrays are split in a rank is JAX's, which refuses it",

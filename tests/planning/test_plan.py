@@ -64,6 +64,35 @@ def at_even_cut(found, name, ranks=4, microbatches=8):
 UNEVEN = (0.2, *(1.0,) * 14, 4.0)
 
 
+@pytest.mark.parametrize(("ranks", "microbatches", "gain"), [(4, 8, 1.31), (8, 16, 1.36)])
+def test_a_plan_of_delayed_steps_does_not_drain(ranks, microbatches, gain, tmp_path):
+    """Parameters and the sums of gradients are held once more; a limit counts them."""
+    found = profile_of((1.0,) * 16, parameters=(10,) * 16)
+    sizes: dict[str, Any] = dict(schedules=["1f1b"], ranks=ranks, microbatches=microbatches)
+    one, many = planned(found, **sizes), planned(found, steps=8, **sizes)
+    assert many.units == one.units and round(one.seconds / many.seconds, 2) == gain
+    assert many.lower_bound <= many.seconds and many.lower_bound < one.lower_bound
+    assert f"{microbatches} microbatches, a step of 8 in one program: " in str(many)
+    more = 2 * 10 * 16 / ranks
+    assert np.subtract(many.peak_bytes, one.peak_bytes).tolist() == [more] * ranks
+    assert many.order == one.order and many.timeline.table.num_microbatches == 8 * microbatches
+    many.save(tmp_path / "plan.json")
+    assert jaxpp.Plan.load(tmp_path / "plan.json") == many
+    tight = planned(found, max(one.peak_bytes), steps=8, **sizes)
+    assert tight.activations[0] == "R" and not any(one.activations)
+
+
+def test_what_gains_most_by_delay_is_chosen_and_each_step_has_its_update():
+    found = dataclasses.replace(profile_of((3.0,) * 4, parameters=(10,) * 4), memory_bandwidth=35.0)
+    options: dict[str, Any] = dict(schedules=["1f1b", "gpipe"])
+    plan = planned(found, 1e9, steps=8, **options)
+    assert plan.schedule == "1f1b"
+    update = 10 * (2 * 4 - 1) / 35
+    assert plan.seconds == pytest.approx((8 * 8 + 3) * 3 / 8 + update)
+    others = planned(found, 1e9, **options).others
+    assert plan.others[0].seconds == pytest.approx(others[0].seconds)  # GPipe gains nothing
+
+
 def test_a_head_that_takes_long_gets_fewer_layers_beside_it():
     best = planned(profile_of(UNEVEN), schedules=["1f1b"])
     assert sum(best.units) == len(UNEVEN)
@@ -220,6 +249,13 @@ def test_a_plan_says_what_it_chose_and_why_the_others_lost():
     assert "any cut and schedule takes at least" in shown and "units of each stage" in shown
     assert "slower, bubble" in shown
     assert "; without a limit" in shown and "computed again: the activations of no stage" in shown
+
+
+@pytest.mark.parametrize(("busy", "says"), [(0.0, False), (0.25, False), (0.6, True)])
+def test_a_plan_says_where_its_ranks_would_share_cores(busy, says):
+    found = dataclasses.replace(profile_of(UNEVEN), busy=busy)
+    shown = str(planned(found, schedules=["1f1b"]))
+    assert ("4 ranks need 2.4 times those of the machine" in shown) == says
 
 
 def test_a_plan_prints_its_limit_and_folds_what_it_did_not_take():

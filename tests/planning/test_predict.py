@@ -171,6 +171,9 @@ def test_tasks_that_take_longer_than_predicted_are_said_to_share_cores():
         beside = Beside(rows, {"predicted": timeline, "measured": timeline})
         assert ("A task takes 4.0 times as long" in str(beside)) == says
         assert ("share cores" in beside._repr_html_()) == says
+        assert ("9.0 times as long together as predicted, and 1.2 times" in str(beside)) != says
+    rows = (("tasks", 1.0, 1.3), ("F0", 0.1, 0.12))
+    assert "cores" not in str(Beside(rows, {}))
 
 
 def test_a_measurement_predicts_another_schedule_of_the_same_stages():

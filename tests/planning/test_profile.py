@@ -107,6 +107,12 @@ def test_an_update_moves_bytes_as_fast_as_was_measured_or_published(model, found
     assert published.copy == tuple(n / 4e9 for n in found.activation_bytes)
 
 
+def test_a_profile_says_what_of_the_cores_tasks_keep_busy(model, found):
+    """Published figures say nothing of it."""
+    assert 0 < found.busy < 1.1
+    assert jaxpp.profile(loss_fn, model, tokens(), device="h100").busy == 0
+
+
 def test_what_units_keep_takes_its_time_to_the_host(found):
     assert all(0 < time < 10 for time in found.copy) and len(found.copy) == len(found.costs)
     assert len(set(found.copy[1:-1])) == 1  # layers are alike

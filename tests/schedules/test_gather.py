@@ -21,6 +21,7 @@ from jaxpp.schedules import (
     check,
     from_csv,
     from_tasks,
+    joined,
     simulate,
     to_csv,
     to_text,
@@ -197,3 +198,8 @@ def test_a_reduction_after_each_of_no_backwards_is_refused():
         Reduce(every=0)
     with pytest.raises(ValueError, match="no backward"):
         Reduce(ForwardOnly()).table(2, 2)
+
+
+def test_a_table_of_several_steps_with_gathers_is_refused():
+    with pytest.raises(ValueError, match="joined: the tasks G, S are of a stage in one step"):
+        joined(Reduce(Gather("1f1b")).table(2, 4), 2)

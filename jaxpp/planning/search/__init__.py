@@ -10,4 +10,5 @@ from jaxpp.planning.search._search import find as find
 from jaxpp.planning.search._search import synthesized as synthesized
 from jaxpp.planning.search._setting import Choice as Choice
 from jaxpp.planning.search._setting import Options as Options
+from jaxpp.planning.search._setting import Ranks as Ranks
 from jaxpp.planning.search._setting import Setting as Setting

@@ -12,7 +12,8 @@ added for those before it.
 
 With `d` directions a stage is on at most `d` ranks, so it is the first `i // d` layers. Where ranks
 differ in speed, each term counts times a speed; the least sum has the fastest ranks begin first.
-After its tasks a rank updates the parameters that it has, and each is on some rank.
+After its tasks a rank updates the parameters that it has, and each is on some rank. Of several
+steps in one program all tasks count, and the forwards before a rank begins once.
 
 Where memory is limited, what a rank holds over time is an area, of at most its room times the time
 from its first start. A layer's activation is held from its forward over those behind it and their
@@ -43,7 +44,7 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
         >>> lower_bound(Setting(layers, ranks=4, microbatches=8))
         49.5
     """
-    layers, ranks, m = setting.layers, setting.ranks, setting.microbatches
+    layers, ranks, m = setting.layers, setting.ranks, setting.microbatches * setting.steps
     fastest = max(setting.speeds)
     forwards = sums(layers.forward)
     heads = [forwards[min(i // directions, layers.count)] / fastest for i in range(ranks)]
@@ -55,11 +56,11 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
     state = sum(layers.parameter_bytes)
     update = setting.update_seconds(state) + min(speeds) * setting.reduction_seconds(state)
     best = max(
-        (m * math.fsum(work) + waiting + update) / sum(speeds),
+        (m * math.fsum(work) + waiting + setting.steps * update) / sum(speeds),
         m * max(work) / sum(speeds[:directions]),
     )
     if setting.memory_limit == math.inf or not any(layers.activation_bytes):
-        return best
+        return best / setting.steps
     halves = layers.forms[0]
     _, first, rest = layers.parts(halves)
     there = back = area = 0.0
@@ -70,7 +71,7 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
         if layers.inputs:
             there, back = layers.forward[n], least[n]
         area += layers.activation_bytes[n] * (there + back + last[n]) / fastest
-    state = setting.state_bytes * state
+    state = setting.one_step.state_bytes * state
     room = ranks * setting.memory_limit - state
     late = 0.0 if state else setting.memory_limit * sum(heads)
-    return max(best, (m * area + late) / room) if room > 0 else best
+    return max(best, (m * area + late) / room if room > 0 else 0.0) / setting.steps

@@ -7,26 +7,12 @@ from collections.abc import Sequence
 
 from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules import Kind, Table
-from jaxpp.schedules.simulator import Problem, Rule, list_schedule
+from jaxpp.schedules.simulator import Problem, Rule, list_schedule, shape_of
 
 #: The rules that decide between tasks that may run: see `_rule`. From `EAGER` on they are the same
 #: again, with weight gradients before forwards.
 RULES = range(8)
 EAGER = 4
-
-
-@functools.lru_cache(maxsize=512)
-def _shape(
-    stages: int, directions: int, microbatches: int, halves: bool
-) -> tuple[Table, list[tuple[Kind, int]]]:
-    """Returns what problems of a size have in common: a table without orders, and the ops."""
-    count = stages * directions
-    kinds = (Kind.I, Kind.W) if halves else (Kind.B,)
-    ops = [(Kind.F, stage) for stage in range(count)]
-    ops += [(kind, stage) for kind in kinds for stage in reversed(range(count))]
-    turns = tuple(n % directions for n in range(microbatches))
-    placement = ((0,) * stages,) * directions
-    return Table((), stages, microbatches, placement, direction_of=turns), ops
 
 
 @functools.lru_cache(maxsize=512)
@@ -40,15 +26,13 @@ def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> 
     """
     by_stage, breadth, weight = rule % 2, rule // 2 % 2, 1 if rule >= EAGER else 3
     offsets, periods = [], []
-    for kind, own in _shape(stages, directions, directions, halves)[1]:
+    for kind, own in shape_of(stages, directions, directions, None, halves)[1]:
         direction, stage = divmod(own, stages)
         if kind is Kind.F:
             first, (step, period) = 2, (stage * pairs, 1) if breadth else (-stage, 2 * stages)
         elif kind is Kind.W:
-            first, (step, period) = (
-                weight,
-                (-stage * pairs, 1) if by_stage else (-stage, 2 * stages),
-            )
+            first = weight
+            step, period = (-stage * pairs, 1) if by_stage else (-stage, 2 * stages)
         else:
             first, step, period = 0, stage, 2 * stages
         offsets.append((first * 8 * stages * (pairs + 1) + step) * directions + direction)
@@ -58,41 +42,33 @@ def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> 
 
 def problem_of(setting: Setting, choice: Choice) -> Problem:
     """Makes the tasks of a choice in numbers, as `make_problem` would from its costs."""
-    directions, stages = len(choice.placement), choice.num_stages
-    m, count = setting.microbatches // directions, stages * directions
-    table, ops = _shape(stages, directions, setting.microbatches, choice.halves)
-    parts = setting.times(choice)
+    directions, graph = len(choice.placement), setting.graph(choice)
+    m, halves = setting.microbatches // directions, choice.halves
+    sizes = choice.num_stages, directions, setting.microbatches
+    table, ops, readers = shape_of(*sizes, graph if setting.layers.inputs else None, halves)
     ranks = [rank for own in choice.placement for rank in own]
-    speeds = [setting.speeds[rank] for rank in ranks]
-    kept = setting.of_stages("activation_bytes", choice) * directions
-    by_op = [own * directions for own in (parts if choice.halves else parts[:2])]
-    op_rank, time = ranks[:], []
-    for _ in by_op[1:]:
-        op_rank += ranks[::-1]
-    for n, own in enumerate(by_op):
-        each = [t / s for t, s in zip(own, speeds, strict=True)]
+    op_rank = ranks + (ranks[::-1] * 2 if halves else ranks[::-1])
+    time, speeds = [], [setting.speeds[rank] for rank in ranks]
+    for n, own in enumerate(setting.times(choice)[: 2 + halves]):
+        each = [t / s for t, s in zip(own * directions, speeds, strict=True)]
         for t in reversed(each) if n else each:
             time += [t] * m
-    delays = setting.delays(choice) if setting.latency or setting.layers.crossing else None
-    outputs: list[list[tuple[int, Sequence[float]]]] = [[] for _ in ops]
-    here, graph = (0.0,) * m, setting.graph(choice)
-    unread = {*range(stages)} - {source for own in graph for source in own}
-    for forward in range(count):
-        back, stage = 2 * count - 1 - forward, forward % stages
-        late = max([delays[source] for source in graph[stage]], default=0.0) if delays else 0.0
-        for source in graph[stage]:
-            before = forward - stage + source
-            apart = delays and ranks[before] != ranks[forward]
-            outputs[before].append((forward, (delays[source],) * m if apart and delays else here))
-            outputs[back].append((2 * count - 1 - before, (late,) * m if apart else here))
-        if stage in unread:
-            outputs[forward].append((back, here))
-        if choice.halves:
-            outputs[back].append((back + count, here))
+    here = (0.0,) * m
+    sent: Sequence[float] = ()
+    if setting.latency or setting.layers.crossing:
+        delays = [*setting.delays(choice), 0.0]
+        late = [max([0.0, *map(delays.__getitem__, own)]) for own in graph]
+        sent = delays * directions + late[::-1] * directions
+    outputs: list[list[tuple[int, Sequence[float]]]] = [
+        [(reader, (sent[op],) * m if sent and op_rank[reader] != op_rank[op] else here)
+         for reader in own]
+        for op, own in enumerate(readers)
+    ]  # fmt: skip
     change, limits = [0.0] * len(time), [math.inf] * setting.ranks
     if setting.memory_limit < math.inf:
-        change = [own for own in kept for _ in range(m)] + [0.0] * (len(time) - 2 * count * m)
-        change += [-own for own in reversed(kept) for _ in range(m)]
+        kept = [own for own in setting.of_stages("activation_bytes", choice) for _ in range(m)]
+        kept *= directions
+        change = kept + [0.0] * (len(time) - 2 * len(kept)) + [-own for own in reversed(kept)]
         limits = [setting.memory_limit * (1 + 1e-9) - own for own in setting.resident(choice)]
     return Problem(table, ops, op_rank, time, change, limits, outputs)
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from jaxpp.planning.search._search import search
 from jaxpp.planning.search._setting import Choice, Setting
@@ -48,13 +49,11 @@ class Cutter:
     def table(self, choice: Choice) -> Table:
         """Returns the table in which some stages do not keep their activations."""
         ways, key = choice.ways, (choice.ways, choice.ahead)
-        if not any(ways):
-            return self.plain
-        if key not in self._tables:
+        if any(ways) and key not in self._tables:
             table = self.plain.with_recomputation(lambda task: ways[task.stage] == Kind.R)
             table = table.with_offload(lambda task: ways[task.stage] == Kind.O, choice.ahead)
             self._tables[key] = table
-        return self._tables[key]
+        return self._tables[key] if any(ways) else self.plain
 
     def hopeless(self) -> str:
         """Says why there is no cut for the schedule; empty where there may be one."""
@@ -102,26 +101,26 @@ class Cutter:
             over = max(0.0, max(timeline.peak_memory) - self.setting.memory_limit)
             whole, cuts = self.setting.sums["whole"], choice.cuts
             slowest = max(whole[b] - whole[a] for a, b in itertools.pairwise(cuts))
-            self._known[choice] = over, timeline.makespan, slowest
+            self._known[choice] = over, self.setting.time_of(timeline, choice), slowest
         return self._known[choice]
 
     def improve(self, choice: Choice) -> Choice:
         """Moves cuts, and lets as many stages recompute or offload as the limit demands."""
-        moved = self._climb(choice, self._moved)
+
+        def climb(start: Choice, near: Any) -> Choice:
+            return search(start, self.value, near, EVALUATIONS)[1]
+
+        moved = climb(choice, self._moved)
         if not self.value(choice)[0] or not self.ways:
             return moved
         starts = [dataclasses.replace(choice, ways=(w,) * choice.num_stages) for w in self.ways]
-        return min((self._climb(own, self._near) for own in (choice, *starts)),
-                   key=self.value)  # fmt: skip
+        return min((climb(own, self._near) for own in (choice, *starts)), key=self.value)
 
     def even_if_as_fast(self, choice: Choice) -> Choice:
         """Returns an even cut where that fits, too, and another one gains next to nothing."""
         even = dataclasses.replace(choice, cuts=self.even.cuts)
         over, seconds, _ = self.value(even)
         return even if not over and seconds <= (1 + EXACT) * self.value(choice)[1] else choice
-
-    def _climb(self, choice: Choice, near) -> Choice:
-        return search(choice, self.value, near, EVALUATIONS)[1]
 
     def _near(self, choice: Choice, _: object = None) -> Iterator[Choice]:
         """Returns choices in which a stage keeps more or less, or whose cuts have moved."""

@@ -17,7 +17,7 @@ from jaxpp.schedules import FromTable, Table, Timeline, check, plot
 
 
 @dataclasses.dataclass(frozen=True)
-class LayersPlan:
+class LayersPlan(_files.Saved):
     """A plan of a chain of layers: cut, placement and order together.
 
     Args:
@@ -37,15 +37,15 @@ class LayersPlan:
         (6, True)
     """
 
+    KIND: ClassVar[str] = "layers_plan"
+    VERSION: ClassVar[int] = 3
+
     setting: Setting
     choice: Choice
     table: Table
     time: float
     lower_bound: float
     order_bound: float = 0.0
-
-    #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 3
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -163,19 +163,6 @@ class LayersPlan:
             lines.append(f"most bytes of each rank: {', '.join(held)}")
         return "\n".join(lines)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        _files.write(path, "layers_plan", self.VERSION, self)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> "LayersPlan":
-        """Reads a plan that `save` has written.
-
-        Raises:
-            ValueError: the file is no plan of layers, or of another version.
-        """
-        return _files.read(path, "layers_plan", LayersPlan.VERSION, LayersPlan)
-
 
 def plan_layers(
     layers: Layers,
@@ -252,6 +239,11 @@ def _check_search(setting: Setting, directions: Sequence[int], tries: int) -> No
         raise ValueError(
             f"plan_layers: directions are 1, 2 or both, and tries is at least 1, got "
             f"{tuple(directions)} and {tries}."
+        )
+    if setting.steps > 1:
+        raise ValueError(
+            "plan_layers: the search is for a step alone; plan named schedules for several steps "
+            "in one program, jaxpp.plan(..., steps=)."
         )
     if setting.layers.count < setting.ranks:
         raise ValueError(

@@ -260,4 +260,4 @@ def synthesized(
 
 def timed(setting: Setting, choice: Choice, table: Table) -> Found:
     """Simulates a table of a choice."""
-    return Found(setting.timeline(table, choice).makespan, choice, table)
+    return Found(setting.time_of(setting.timeline(table, choice), choice), choice, table)

@@ -5,10 +5,10 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from jaxpp.planning.search._layers import Layers, sums
-from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, joined, simulate
 
 
 class Options(TypedDict, total=False):
@@ -79,21 +79,13 @@ class Choice:
         return [stage for stage, own in enumerate(self.ways) if own == way]
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """Layers, and the machine that they are to run on; for the other fields see `Options`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The machine of a plan, and the steps of a program: see `jaxpp.planning.PlanOptions`.
 
-    Args:
-        layers: the costs of the layers.
-        ranks: the number of ranks.
-        microbatches: their number.
-        is_fed: whether nobody reads the gradient of what a stage is fed that reads no other one, as
-            the first: all of its backward is its weight gradient.
+    A record of it has the number of `ranks`, too.
     """
 
-    layers: Layers
-    ranks: int
-    microbatches: int
     memory_limit: float = math.inf
     state_bytes: float = 4.0
     latency: float = 0.0
@@ -103,39 +95,61 @@ class Setting:
     replicas: int = 1
     reduction_bandwidth: float = math.inf
     memory_bandwidth: float = math.inf
-    is_fed: bool = False
-    unit: str = ""
+    steps: int = 1
 
     def __post_init__(self) -> None:
+        given, ranks = vars(self), vars(self)["ranks"]
         speed = self.speed
-        speeds = (float(speed),) * self.ranks if isinstance(speed, int | float) else tuple(speed)
+        speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
         object.__setattr__(self, "speed", speeds)
-        positive = {name: getattr(self, name) for name in (
-            "ranks", "microbatches", "memory_limit", "bandwidth", "replicas",
-            "reduction_bandwidth", "memory_bandwidth",
-        )} | {f"speed of rank {r}": own for r, own in enumerate(speeds)}  # fmt: skip
+        names = ("ranks", "microbatches", "memory_limit", "bandwidth", "replicas",
+                 "reduction_bandwidth", "memory_bandwidth", "steps")  # fmt: skip
+        positive = {name: given[name] for name in names if name in given}
+        positive |= {f"speed of rank {rank}": own for rank, own in enumerate(speeds)}
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"plan: the {name} is a positive number, got {value!r}; give one.")
         for name in ("state_bytes", "latency"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"plan: {name} is finite and not negative, got {getattr(self, name)!r}."
-                )
+            if not 0 <= given[name] < math.inf:
+                raise ValueError(f"plan: {name} is finite and not negative, got {given[name]!r}.")
         if not 0 <= self.overhead <= 0.5:
             raise ValueError(f"plan: overhead is a share from 0 to 0.5, got {self.overhead!r}.")
-        if len(speeds) != self.ranks:
+        if len(speeds) != ranks:
             raise ValueError(
-                f"plan: speed is one number or one for each rank, got {len(speeds)} for "
-                f"{self.ranks} ranks."
+                f"plan: speed is one number or one for each rank, got {len(speeds)} for {ranks} "
+                f"ranks."
             )
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The fields of the machine, by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Ranks)}
 
     @functools.cached_property
     def speeds(self) -> tuple[float, ...]:
         """The speed of each rank."""
-        speeds = self.speed
-        assert isinstance(speeds, tuple)
-        return speeds
+        assert isinstance(self.speed, tuple)
+        return self.speed
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting(Ranks):
+    """Layers, and the machine that they are to run on; for the other fields see `Options`.
+
+    Args:
+        layers: the costs of the layers.
+        ranks: the number of ranks.
+        microbatches: their number.
+        is_fed: whether nobody reads the gradient of what a stage is fed that reads no other one, as
+            the first: all of its backward is its weight gradient.
+        unit: the unit of times, such as `"s"`.
+    """
+
+    layers: Layers
+    ranks: int
+    microbatches: int
+    is_fed: bool = dataclasses.field(default=False, kw_only=True)
+    unit: str = dataclasses.field(default="", kw_only=True)
 
     @functools.cached_property
     def sums(self) -> dict[str, list[float]]:
@@ -221,7 +235,8 @@ class Setting:
 
     def resident(self, choice: Choice) -> list[float]:
         """Returns what each rank holds all the time, and its largest task while it runs."""
-        held = [self.state_bytes * own for own in self.parameters(choice)]
+        copies = self.one_step.state_bytes
+        held = [copies * own for own in self.parameters(choice)]
         if temporary := self.layers.temporary_bytes:
             largest = [0.0] * self.ranks
             for ranks in choice.placement:
@@ -291,21 +306,30 @@ class Setting:
         freed = tuple(-own for own in kept)
         return Memory(tuple(kept), 0.0, freed, recompute=again, per="stage")
 
-    def machine(self, choice: Choice) -> Machine:
-        """Returns the ranks, for `simulate`."""
+    @functools.cached_property
+    def one_step(self) -> "Setting":
+        """The setting of a step alone, with what ranks hold where several are in one program."""
+        if self.steps == 1:
+            return self
+        return dataclasses.replace(self, steps=1, state_bytes=self.state_bytes + 2)
+
+    def time_of(self, timeline: Timeline, choice: Choice) -> float:
+        """Returns the time of a step; each one of several is followed by its update."""
+        after = max(map(sum, zip(*self.update(choice), strict=True)))
+        return (timeline.makespan + (self.steps - 1) * after) / self.steps
+
+    def timeline(self, table: Table, choice: Choice) -> Timeline:
+        """Simulates all steps of a table; the tasks of a pair run one after the other."""
         added, updated = self.update(choice)
-        return Machine(
+        machine = Machine(
             speed=self.speeds,
             resident=tuple(self.resident(choice)),
             gradient_bytes=tuple(added),  # two kinds of links: these are times
             reduction_bandwidth=1.0,
             optimizer=tuple(updated),
         )
-
-    def timeline(self, table: Table, choice: Choice) -> Timeline:
-        """Simulates a table; the executor runs the tasks of a pair one after the other."""
         table = dataclasses.replace(table, stage_inputs=self.graph(choice))
+        table = joined(table, self.steps) if self.steps > 1 else table
         return simulate(
-            table, self.costs(choice), memory=self.memory(choice), machine=self.machine(choice),
-            overlap="none",
-        )  # fmt: skip
+            table, self.costs(choice), memory=self.memory(choice), machine=machine, overlap="none"
+        )

@@ -32,6 +32,6 @@ from jaxpp.runtime.arrays._types import host_array as host_array
 from jaxpp.runtime.arrays._types import is_ready as is_ready
 from jaxpp.runtime.arrays._types import join_shares as join_shares
 from jaxpp.runtime.arrays._types import own_share as own_share
+from jaxpp.runtime.arrays._types import plain as plain
 from jaxpp.runtime.arrays._types import shards_of as shards_of
-from jaxpp.runtime.arrays._types import start_copies as start_copies
 from jaxpp.runtime.arrays._types import to_host as to_host

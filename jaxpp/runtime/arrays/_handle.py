@@ -1,5 +1,6 @@
 """`ArrayHandle`: stands for an array that is elsewhere, or in parts, and knows its type alone."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -52,23 +53,20 @@ class ArrayHandle(jax.Array):
 
 
 class HandleSharding:
-    """The place of a handle's array. Subclasses say how an error is to describe an array there."""
+    """The place of a handle's array."""
 
-    @property
-    def array(self) -> str:
-        """The kind and place of an array with this sharding."""
-        raise NotImplementedError
-
-    @property
-    def is_fully_addressable(self) -> bool:
-        """Tells whether this process holds the whole of such an array."""
-        raise NotImplementedError
+    #: The kind and place of an array with this sharding, for errors.
+    array: Any
+    #: Tells whether this process holds the whole of such an array.
+    is_fully_addressable: Any
 
 
-def _how_to_use(what: str, array: str, here: bool) -> str:
-    where = "in parts, on several devices" if here else "not in this process"
-    return (
-        f"{what} of {array}: its value is {where}. Gather it with jaxpp.gather (or, to NumPy, "
+def _refuse(what: str, array: Any, error: type[Exception] = TypeError) -> NoReturn:
+    """Raises an error of a handle, or of the place of one."""
+    shown = array.array if isinstance(array, HandleSharding) else repr(array)
+    here = "in parts, on several devices" if array.is_fully_addressable else "not in this process"
+    raise error(
+        f"{what} of {shown}: its value is {here}. Gather it with jaxpp.gather (or, to NumPy, "
         f"jax.device_get), or compute with it inside a placed function."
     )
 
@@ -80,7 +78,7 @@ def _delegate(name: str, method: bool) -> Any:
         if not isinstance(handle, ArrayHandle):
             return handle
         if not handle.is_fully_addressable:
-            raise TypeError(_how_to_use(name, repr(handle), handle.is_fully_addressable))
+            _refuse(name, handle)
         return jnp.asarray(handle)
 
     def call(self: ArrayHandle, *args: Any, **kwargs: Any) -> Any:
@@ -100,15 +98,6 @@ def _of_value(name: str) -> Any:
     return call
 
 
-def _refused(name: str) -> property:
-    """Makes an attribute that a fetched array would answer wrongly, and that a handle has not."""
-
-    def refuse(self: ArrayHandle) -> NoReturn:
-        raise TypeError(_how_to_use(name, repr(self), self.is_fully_addressable))
-
-    return property(refuse)
-
-
 #: Attributes that the type of a handle has.
 _OF_TYPE = "shape", "dtype", "weak_type", "ndim", "size"
 #: Attributes about an array's place, which checkpointers read; a subclass gives its `sharding`.
@@ -122,7 +111,7 @@ for _name in _OF_TYPE:
     setattr(ArrayHandle, _name, property(operator.attrgetter(f"_aval.{_name}")))
 for _name, _member in list(vars(jax.Array).items()):
     if _name in _PLACES:
-        setattr(ArrayHandle, _name, _refused(_name))
+        setattr(ArrayHandle, _name, property(functools.partial(_refuse, _name)))
     elif not _name.startswith("_") and _name != "sharding" and _name not in vars(ArrayHandle):
         setattr(ArrayHandle, _name, _delegate(_name, isinstance(_member, Callable)))
 for _name in (f"__{name}__" for name in _OPERATORS):
@@ -132,13 +121,6 @@ for _name in "__float__ __int__ __complex__ __bool__ __index__ item tolist".spli
 ArrayHandle.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def _refuse(handle: ArrayHandle) -> NoReturn:
-    raise ValueError(_how_to_use("a JAX function", repr(handle), handle.is_fully_addressable))
-
-
-def _refuse_place(place: HandleSharding) -> NoReturn:
-    raise ValueError(_how_to_use("a JAX function", place.array, place.is_fully_addressable))
-
-
-_compat.refuse_as_argument(ArrayHandle, _refuse)
-_compat.refuse_as_place(HandleSharding, _refuse_place)
+_to_function = functools.partial(_refuse, "a JAX function", error=ValueError)
+_compat.refuse_as_argument(ArrayHandle, _to_function)
+_compat.refuse_as_place(HandleSharding, _to_function)

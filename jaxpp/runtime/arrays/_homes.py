@@ -28,18 +28,12 @@ from jaxpp._specs import Spec, partition_spec
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh, one of them the pipeline axis.
-
-    Args:
-        shape: the size of each axis.
-        names: the name of each axis.
-        num_ranks: the size of the pipeline axis.
-        inside: the mesh of every rank, without its devices; None where there is no other axis.
-    """
+    """The axes of a mesh, one of them the pipeline axis, of size `num_ranks`."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
     num_ranks: int
+    #: The mesh of every rank, without its devices; None where there is no other axis.
     inside: AbstractMesh | None
 
 
@@ -49,13 +43,7 @@ def check_axes(
     axis_names: Sequence[str],
     axis_types: Sequence[AxisType] | None = None,
 ) -> Axes:
-    """Checks the axes of a mesh.
-
-    Args:
-        kind: what the mesh is called, for errors.
-        shape: the size of each axis.
-        axis_names: the name of each axis.
-        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
+    """Checks the axes of a mesh of some kind, which are given as to `jax.make_mesh`.
 
     Raises:
         ValueError: the names or types are not one for each axis, or the names are not different;
@@ -77,17 +65,13 @@ def check_axes(
     types = (AxisType.Auto,) * len(names) if axis_types is None else tuple(axis_types)
     if len(types) != len(names):
         raise ValueError(f"{kind} needs a type for each of its axes {names}, got {types}.")
+    sizes = dict(zip(names, shape, strict=True))
     if any(n < 1 for n in shape):
-        sizes = dict(zip(names, shape, strict=True))
         raise ValueError(f"{kind} needs axes of size 1 at least, got {sizes}.")
-    others = [n for n, name in enumerate(names) if name != PIPELINE_AXIS]
-    inside = AbstractMesh(
-        tuple(shape[n] for n in others),
-        tuple(names[n] for n in others),
-        axis_types=tuple(types[n] for n in others),
-    )
-    num_ranks = shape[names.index(PIPELINE_AXIS)]
-    return Axes(shape, names, num_ranks, inside if others else None)
+    kinds = dict(zip(names, types, strict=True))
+    num_ranks, _ = sizes.pop(PIPELINE_AXIS), kinds.pop(PIPELINE_AXIS)
+    inside = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=tuple(kinds.values()))
+    return Axes(shape, names, num_ranks, inside if sizes else None)
 
 
 #: A rank's device, or its mesh.
@@ -98,10 +82,6 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
     """Returns the home of a rank that has a process of its own.
 
     A single device is the home itself, whatever the axes: arrays get there in the shortest time.
-
-    Args:
-        devices: those of the rank, in the order of its axes.
-        sizes: the axes inside the rank, and their sizes.
 
     Example:
         >>> home_over(jax.devices()[:1], {"data": 1, "model": 1}) == jax.devices()[0]
@@ -180,10 +160,12 @@ def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
 
 
 @functools.lru_cache(4096)
-def boxes_here(shape: tuple[int, ...], sharding: Sharding) -> tuple[Box, ...]:
-    """Returns the boxes of an array that the devices of this process hold, each once, in order."""
-    held = sharding.addressable_devices_indices_map(shape)
-    return tuple(dict.fromkeys(box_of(index, shape) for index in held.values()))
+def boxes_here(shape: tuple[int, ...], sharding: Sharding) -> dict[Box, list[Any]]:
+    """Returns the boxes of an array that this process holds, in order, with the devices of each."""
+    held: dict[Box, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        held.setdefault(box_of(index, shape), []).append(device)
+    return held
 
 
 @functools.lru_cache(16)

@@ -57,7 +57,11 @@ class StackedSharding(HandleSharding):
     @property
     def array(self) -> str:
         """A description of an array that is there, for errors."""
-        return f"StackedArray in rows {', '.join(f'{a}:{b}' for a, b in self.intervals)}"
+        return f"StackedArray in rows {_written(self.bounds)}"
+
+
+def _written(bounds: Bounds) -> str:
+    return ", ".join(f"{a}:{b}" for a, b in itertools.pairwise(bounds))
 
 
 class StackedArray(ArrayHandle):
@@ -113,10 +117,9 @@ class StackedArray(ArrayHandle):
         return next((why for p in self.parts if (why := getattr(p, "why_deleted", ""))), "")
 
     def __repr__(self):
-        rows = ", ".join(f"{a}:{b}" for a, b in itertools.pairwise(self.bounds))
         gone = "deleted, " if self.is_deleted() else ""
         kind = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
-        return f"StackedArray({kind} {gone}in rows {rows})"
+        return f"StackedArray({kind} {gone}in rows {_written(self.bounds)})"
 
     __str__ = __repr__
 

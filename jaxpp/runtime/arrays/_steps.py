@@ -30,12 +30,7 @@ def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
 
 
 class StackedStep:
-    """A loaded step, as its caller knows it: over whole arrays, or arrays in any parts.
-
-    Args:
-        step: the step over the parts that the ranks read.
-        bundle: what it runs.
-    """
+    """A step over the parts that ranks read, as its caller knows it: over whole arrays."""
 
     def __init__(self, step: Any, bundle: Bundle):
         self.step = step
@@ -60,11 +55,7 @@ class StackedStep:
         ]
 
     def flat(self, args: Sequence[Any]) -> list[Any]:
-        """Returns the arguments of the step over parts.
-
-        Raises:
-            ValueError: an array has been deleted.
-        """
+        """Returns the arguments of the step over parts; raises if an array has been deleted."""
         found: list[Any] = []
         records = _grouped(self.bundle.arguments, self._in_cuts)
         for arg, cut, own in zip(args, self._in_cuts, records, strict=True):

@@ -80,6 +80,15 @@ class ArrayType:
         """The bytes of the array on the host, and on the wire."""
         return math.prod(self.host_shape) * self.host_dtype.itemsize
 
+    def of_plain(self, array: Any) -> Any:
+        """Returns keys of their integers where the type is of keys; else the array itself."""
+        return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
+
+
+def plain(array: Any) -> Any:
+    """Returns the integers that keys are made of; any other array as it is."""
+    return array if isinstance(array.dtype, np.dtype) else jax.random.key_data(array)
+
 
 @functools.cache
 def _key_implementation(dtype: Any) -> str:
@@ -119,15 +128,12 @@ def to_host(array: Any) -> np.ndarray:
         array([128,  63,   0,  64], dtype=uint8)
     """
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        held = {box_of(s.index, array.shape): s.data for s in array.addressable_shards}
-        boxes = boxes_here(array.shape, array.sharding)
-        return np.concatenate([to_host(held[box]) for box in boxes])
-    if not isinstance(array.dtype, np.dtype):
-        array = jax.random.key_data(array)
+        return own_share(array)[1]
+    array = plain(array)
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
         host = np.empty(array.shape, array.dtype)  # unlike `np.asarray`, which the array would keep
         for box, data in shards_of(array):
-            _put(np.asarray(data), host, box)
+            host[_slices(box)] = np.asarray(data)
     else:
         host = np.asarray(array)
     if host.dtype.itemsize == 0 or host.size == 0:
@@ -141,16 +147,6 @@ def is_ready(array: Any) -> bool:
     return isinstance(array.dtype, np.dtype) and array.is_ready()
 
 
-def start_copies(arrays: Sequence[Any]) -> None:
-    """Starts to copy arrays to the host, each as soon as it has been computed; does not wait.
-
-    `to_host` then finds the copy. Of an array that several devices have whole, one is copied.
-    """
-    for array in arrays:
-        if isinstance(array, jax.Array) and isinstance(array.dtype, np.dtype):  # no keys
-            array.copy_to_host_async()
-
-
 def shards_of(array: jax.Array) -> list[tuple[Box, jax.Array]]:
     """Returns the shards that this process has of an array, and no earlier device, by their boxes.
 
@@ -159,15 +155,14 @@ def shards_of(array: jax.Array) -> list[tuple[Box, jax.Array]]:
     found = []
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            plain = isinstance(array.dtype, np.dtype)
-            data = shard.data if plain else jax.random.key_data(shard.data)
+            data = plain(shard.data)
             data.copy_to_host_async()
             found.append((box_of(shard.index, array.shape), data))
     return found
 
 
-def _put(part: np.ndarray, whole: np.ndarray, box: Box) -> None:
-    whole[tuple(slice(*interval) for interval in box)] = part
+def _slices(box: Box) -> tuple[Any, ...]:
+    return (*(slice(*interval) for interval in box), ...)
 
 
 def from_host(
@@ -206,9 +201,7 @@ def from_host(
         return np.empty(array_type.host_shape, array_type.host_dtype)
 
     def part(box: Box) -> np.ndarray:
-        if boxes is None:
-            return host[(*(slice(*interval) for interval in box), ...)]
-        return host[boxes.index(box), ...]
+        return host[_slices(box)] if boxes is None else host[boxes.index(box), ...]
 
     return from_boxes(part, array_type, sharding_in(home, spec, array_type.kind))
 
@@ -243,9 +236,7 @@ def from_boxes(
             whole = isinstance(sharding, SingleDeviceSharding)
             join = jax.make_array_from_single_device_arrays
             array = shards[0] if whole else join(shape, sharding, shards)
-    if array_type.key is None:
-        return array
-    return jax.random.wrap_key_data(array, impl=array_type.key)
+    return array_type.of_plain(array)
 
 
 class ArrayMaker:
@@ -278,7 +269,7 @@ class ArrayMaker:
             for t, offset in zip(array_types, offsets, strict=True)
         ]
         split = tuple(specs) if isinstance(home, Mesh) else ()
-        self._copy = _copy_function(tuple(array_types), home, split)
+        self._copy = _copier(tuple(array_types), home, split)
 
     def __call__(self, buffer: Any) -> list[Any]:
         """Makes the arrays whose bytes are in a buffer."""
@@ -287,27 +278,22 @@ class ArrayMaker:
 
 
 @functools.lru_cache(4096)
-def _copy_function(
-    array_types: tuple[ArrayType, ...], home: Home, specs: tuple[Spec, ...]
-) -> Callable[..., Any]:
-    specs = specs or ((),) * len(array_types)
+def _copier(types: tuple[ArrayType, ...], home: Home, specs: tuple[Spec, ...]) -> Callable:
+    """Returns what copies arrays of the host to a home; a compiled identity where that is fastest.
 
-    def copy(*hosts: Any) -> tuple[Any, ...]:
-        pairs = zip(hosts, array_types, strict=True)
-        return tuple(
-            h if t.key is None else jax.random.wrap_key_data(h, impl=t.key) for h, t in pairs
-        )
+    On four CPU devices it takes 4 times as long. It would narrow wide dtypes, does not take float0,
+    and leaves all in the device's memory.
+    """
+    if isinstance(home, Mesh) or any(t.dtype in WIDE or t.nbytes == 0 or t.kind for t in types):
+        specs = specs or ((),) * len(types)
+        return lambda *hosts: [
+            from_host(to_host(np.array(host)), type_, home, spec)
+            for host, type_, spec in zip(hosts, types, specs, strict=True)
+        ]
 
-    def make(*hosts: np.ndarray) -> tuple[Any, ...]:
-        items = zip(hosts, array_types, specs, strict=True)
-        return tuple(from_host(to_host(np.array(h)), t, home, spec) for h, t, spec in items)
+    def copy(*hosts: Any) -> list[Any]:
+        return [type_.of_plain(host) for type_, host in zip(types, hosts, strict=True)]
 
-    # A compiled identity is fastest on one device. On four CPU devices it takes 4 times as long.
-    # It would narrow wide dtypes, does not take float0, and leaves all in the device's memory.
-    if isinstance(home, Mesh) or any(
-        t.dtype in WIDE or t.nbytes == 0 or t.kind for t in array_types
-    ):
-        return make
     return jax.jit(copy, out_shardings=sharding_in(home))
 
 
@@ -333,10 +319,12 @@ Share = tuple[Sequence[Box], np.ndarray]
 
 
 def own_share(array: Any) -> Share:
-    """Returns the share of this process in an array, without what an earlier device has."""
-    shards = shards_of(array) if isinstance(array, jax.Array) else []  # not of float0
-    parts = [np.empty(0, np.uint8), *(to_host(data) for _, data in shards)]
-    return [box for box, _ in shards], np.concatenate(parts)
+    """Returns the share of this process in an array: what its devices hold, each part once."""
+    if not isinstance(array, jax.Array):  # float0, which no device has
+        return (), np.empty(0, np.uint8)
+    held = {box_of(s.index, array.shape): s.data for s in array.addressable_shards}
+    boxes = tuple(boxes_here(array.shape, array.sharding))
+    return boxes, np.concatenate([to_host(held[box]) for box in boxes])
 
 
 def join_shares(array_type: ArrayType, shares: Sequence[Share]) -> np.ndarray:
@@ -352,5 +340,5 @@ def join_shares(array_type: ArrayType, shares: Sequence[Share]) -> np.ndarray:
     for boxes, data in shares:
         parts = host_array(data, array_type.share(boxes)) if boxes else ()
         for box, part in zip(boxes, parts, strict=True):
-            _put(part, whole, box)
+            whole[_slices(box)] = part
     return whole

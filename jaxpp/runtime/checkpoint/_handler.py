@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxpp import _compat
 from jaxpp._specs import Spec, axis_sizes, partition_spec, spec_of, type_of
 from jaxpp.runtime.arrays import ArrayType, StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _shares
-from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted
+from jaxpp.runtime.checkpoint._shares import Database, Saved, Wanted, mismatch
 from jaxpp.runtime.site import RemoteArray, RemoteSharding
 
 _NUMBERS = (bool, int, float, complex)
@@ -35,8 +35,7 @@ _NUMBERS = (bool, int, float, complex)
 class _Saving(ocp.type_handlers.TypeHandler):
     """Writes leaves in the processes that hold them; a handler of Orbax's says what they are.
 
-    Args:
-        copy: whether they may be donated before they have been written.
+    With `copy` they may be donated before they have been written.
     """
 
     _array_metadata_store = None  # Orbax asks for it
@@ -89,8 +88,7 @@ class _Numbers(_Saving, ocp.type_handlers.ScalarHandler):
 class StateHandler(ocp.PyTreeCheckpointHandler):
     """Saves and restores pytrees whose arrays may be on the ranks of a mesh.
 
-    Args:
-        copy: whether what is saved may be donated before all of it has been written.
+    With `copy` they may be donated before they have been written.
     """
 
     def __init__(self, copy: bool = True):
@@ -137,11 +135,6 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
     """Copies arrays, or views them, between the steps called before and those called after.
 
     Each is copied to the host of the process that holds it.
-
-    Args:
-        names: the arrays' in the checkpoint.
-        values: arrays, those of ranks too, and numbers.
-        copy: whether to copy where a view would do.
 
     Returns:
         The function that writes the copies to a directory, as those of a writer, and waits until
@@ -235,18 +228,12 @@ def alone() -> Any:
 
 
 def checked(tree: Any) -> Any:
-    """Checks a tree that is to be saved; returns it with a name for each static leaf.
-
-    Raises:
-        TypeError: a leaf cannot be saved.
-        ValueError: a leaf is gone, or two leaves would have one name.
-    """
-    names = []
-    for path, leaf in jtu.tree_leaves_with_path(tree):
+    """Checks a tree that is to be saved; returns it with a name for each static leaf."""
+    leaves = jtu.tree_leaves_with_path(tree)
+    for path, leaf in leaves:
         _check(jtu.keystr(path), leaf)
-        names.append(_name(path))
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    (twice, count), *_ = [*Counter(_name(path) for path, _ in leaves).most_common(1), ("", 0)]
+    if count > 1:
         raise ValueError(
             f"Two leaves of the tree have the path {twice}, so that they cannot be told apart in a "
             f"checkpoint; give them keys with different names."
@@ -263,7 +250,9 @@ def _check(path: str, leaf: Any) -> None:
             f"results of the jitted function."
         )
     dtype = getattr(leaf, "dtype", None)
-    numeric = dtype is None or not isinstance(dtype, np.dtype) or _is_numeric(dtype)
+    numeric = not isinstance(dtype, np.dtype) or (
+        dtype.kind in "biufc" or dtype.isbuiltin == 2 or dtype == jax.dtypes.float0
+    )
     if not numeric or (type(leaf) is int and not -(2**63) <= leaf < 2**63):
         what = f"an array of dtype {dtype}" if dtype is not None else f"the number {leaf}"
         raise TypeError(
@@ -278,10 +267,6 @@ def _check(path: str, leaf: Any) -> None:
 def _name(path: Any) -> str:
     """Returns the name of a leaf in the checkpoint, as Orbax makes it."""
     return jtu.keystr(path, simple=True, separator=".")
-
-
-def _is_numeric(dtype: np.dtype) -> bool:
-    return dtype.kind in "biufc" or dtype.isbuiltin == 2 or dtype == jax.dtypes.float0
 
 
 def _storable(leaf: Any) -> Any:
@@ -308,12 +293,7 @@ class Target:
 
 
 def targets(like: Any, shardings: Any = None) -> list[Target]:
-    """Returns the target of each leaf: where `shardings`, or else `like`, says.
-
-    Raises:
-        TypeError: something is no sharding.
-        ValueError: `shardings` is no prefix of the pytree.
-    """
+    """Returns the target of each leaf: where `shardings`, or else `like`, says."""
     places: list[Any] = []
 
     def note(place: Any, part: Any) -> None:
@@ -349,10 +329,6 @@ def load(directory: Any, like: Any, wanted: Sequence[Target]) -> Any:
 
     Orbax itself would compare and copy the tree several times, which takes longer than to read
     many small arrays.
-
-    Raises:
-        ValueError: the checkpoint is of another tree, or damaged.
-        OSError: it cannot be read.
     """
     index = json.loads((directory / "_METADATA").read_text())
     stored = {
@@ -364,42 +340,35 @@ def load(directory: Any, like: Any, wanted: Sequence[Target]) -> Any:
     texts = {}
     if any(kinds.get(target.name) == "string" for target in wanted):
         texts = json.loads((directory / "_strings.json").read_text())
-    leaves = [_kept(t, texts[t.name]) if t.name in texts else t.like for t in wanted]
-    numbers = [n for n, t in enumerate(wanted) if t.name not in texts and t.like is not ...]
     ocdbt = (directory / "manifest.ocdbt").exists()
     database = Database(str(directory), bool(index.get("use_zarr3")), ocdbt)
-    arrays = _read(database, [wanted[n] for n in numbers])
-    for number, array in zip(numbers, arrays, strict=True):
-        leaves[number] = array
+    arrays = iter(_read(database, [t for t in wanted if t.name not in texts and t.like is not ...]))
+    leaves = [
+        _kept(t, texts[t.name]) if t.name in texts else t.like if t.like is ... else next(arrays)
+        for t in wanted
+    ]
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 
 def _check_names(wanted: Sequence[Target], kinds: Mapping[str, str]) -> None:
-    """Checks that a checkpoint has the leaves of a tree.
-
-    Raises:
-        ValueError: a leaf is in one of them only, or is text in one of them only.
-    """
+    """Checks that a checkpoint has the leaves of a tree, and text where that has it."""
     paths = {target.name: target.path for target in wanted}
     lacking = [path for name, path in paths.items() if name not in kinds]
     more = [name for name in kinds if name not in paths]
     if lacking or more:
+        some, besides = (
+            ", ".join(names[:5]) + ", ..." * (len(names) > 5) or "nothing"
+            for names in (lacking, more)
+        )
         raise ValueError(
-            f"The checkpoint is of another tree than `like`: it lacks {_some(lacking)}, and has "
-            f"{_some(more)} besides. Pass a `like` built as the tree that was saved."
+            f"The checkpoint is of another tree than `like`: it lacks {some}, and has {besides} "
+            f"besides. Pass a `like` built as the tree that was saved."
         )
     for target in wanted:
         stored = kinds[target.name]
         text = isinstance(_storable(target.like), str)
         if target.like is not ... and text != (stored == "string"):
-            raise ValueError(
-                f"The leaf {target.path} is of kind {stored} in the checkpoint, and "
-                f"{target.like!r} in `like`. Pass a `like` built as the tree that was saved."
-            )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + ", ..." * (len(names) > 5) or "nothing"
+            raise mismatch(target.path, f"of kind {stored}", repr(target.like))
 
 
 def _kept(target: Target, found: str) -> Any:
@@ -408,10 +377,7 @@ def _kept(target: Target, found: str) -> Any:
     if isinstance(like, str) or like is ...:
         return like if like is ... else found
     if (name := _storable(like)) != found:
-        raise ValueError(
-            f"The leaf {target.path} is {found} in the checkpoint, and {name} in `like`. Pass "
-            f"a `like` built as the tree that was saved."
-        )
+        raise mismatch(target.path, found, name)
     return like
 
 
@@ -490,11 +456,7 @@ def _one_mesh(meshes: Sequence[Any]) -> Any:
 
 
 def _spec_of(wanted: Wanted) -> Spec:
-    """Returns the split of an array in the ranks that it goes to.
-
-    Raises:
-        ValueError: it cannot be split so.
-    """
+    """Returns the split of an array in the ranks that it goes to, if it can be split so."""
     place, shape = wanted.place, wanted.part.shape
     try:
         _split(shape, place.mesh, place.spec)
@@ -513,11 +475,7 @@ def _split(shape: tuple[int, ...], mesh: Any, spec: PartitionSpec) -> tuple[int,
 
 
 def check_format(directory: Any) -> None:
-    """Checks that a directory does not have a checkpoint of jaxpp's former format.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Refuses a directory with a checkpoint of jaxpp's former format."""
     manifest = directory / "manifest.json"
     if manifest.exists() and '"jaxpp-state"' in manifest.read_text()[:100]:
         raise ValueError(

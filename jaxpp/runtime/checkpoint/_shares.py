@@ -37,14 +37,7 @@ DATABASE = "ocdbt.process_"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saved:
-    """An array of a checkpoint, or its rows from `row` on, as it is saved.
-
-    Args:
-        name: the array's in the checkpoint.
-        type: the whole array's.
-        chunk: the shape of its chunks.
-        row: the first of the rows.
-    """
+    """An array of a checkpoint, or its rows from `row` on, as it is saved; `type` is the whole."""
 
     name: str
     type: ArrayType
@@ -53,28 +46,22 @@ class Saved:
 
 
 #: A part of an array on the host: whose it is, its offset there, and its elements.
-Share = tuple[Saved, tuple[int, ...], np.ndarray]
+Piece = tuple[Saved, tuple[int, ...], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """An array of a checkpoint, or some of its rows, that is wanted.
-
-    Args:
-        name: the array's in the checkpoint.
-        path: the leaf's in the pytree, for errors.
-        type: the whole array's.
-        place: where it goes: a sharding; None for the default device, to which it is not committed;
-            `np`, the host. In a message to a rank, its split there and its memory kind.
-        weak: whether it is weakly typed.
-        rows: the rows that are wanted, as their start and stop; None for all.
-    """
+    """An array of a checkpoint, or some of its rows, that is wanted for the leaf at a path."""
 
     name: str
     path: str
+    #: The whole array's.
     type: ArrayType
+    #: A sharding; None for the default device, to which it is not committed; `np`, the host. In a
+    #: message to a rank, its split there and its memory kind.
     place: Any = np
     weak: bool = False
+    #: The start and the stop of the rows; None for all.
     rows: tuple[int, int] | None = None
 
     @property
@@ -88,15 +75,10 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Database:
-    """The arrays of a checkpoint.
-
-    Args:
-        directory: the checkpoint's: a path, or a URL of a bucket.
-        zarr3: whether they are in version 3 of Zarr's format.
-        ocdbt: whether they are in one database.
-    """
+    """The arrays of a checkpoint in a directory, or at the URL of a bucket."""
 
     directory: str
+    #: Whether they are in version 3 of Zarr's format, and in one database.
     zarr3: bool = True
     ocdbt: bool = True
 
@@ -105,17 +87,9 @@ class Database:
 
 
 def snapshot(process: Any, number: int, items: Sequence[tuple[Saved, int]], copy: bool) -> None:
-    """Copies or views arrays of a rank on the host; this stays until its number is dropped.
-
-    Args:
-        process: the rank's.
-        number: the copies go by this number among the rank's arrays.
-        items: the arrays, and their numbers.
-        copy: whether to copy them where a view would do.
-    """
-    arrays = process.wait_for([own for _, own in items])
-    saved = [own for own, _ in items]
-    process.arrays[number] = to_shares(zip(saved, arrays, strict=True), copy)
+    """Copies or views arrays of a rank, by `to_shares`; these go by a number of their own there."""
+    saved, numbers = zip(*items, strict=True)
+    process.arrays[number] = to_shares(zip(saved, process.wait_for(numbers), strict=True), copy)
 
 
 def write(process: Any, number: int, directory: str) -> None:
@@ -136,21 +110,18 @@ def read(process: Any, database: Database, items: Sequence[tuple[int, Wanted]]) 
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Share]:
-    """Copies or views the shares of arrays that this process holds, each once, on the host.
+def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Piece]:
+    """Copies the shares of arrays that this process holds to the host, each once.
 
-    A view of an array of JAX keeps its memory from being donated.
-
-    Args:
-        arrays: what is saved, and its value.
-        copy: whether to copy what is on the host, which may change then.
+    Without `copy`, it views those that are there. A view of an array of JAX keeps its memory from
+    being donated.
     """
     parts: list[tuple[Saved, Box, Any]] = []
     for saved, array in arrays:
         shards = shards_of(array) if isinstance(array, jax.Array) else [((), array)]
         parts += [(saved, box, data) for box, data in shards]
 
-    def share(saved: Saved, box: Box, data: Any) -> Share:
+    def share(saved: Saved, box: Box, data: Any) -> Piece:
         # What is on another kind of device is copied to the host in any case.
         views = not isinstance(data, jax.Array) or any(d.platform == "cpu" for d in data.devices())
         host = np.array(data) if copy and views else np.asarray(data)
@@ -163,11 +134,8 @@ def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Share]:
 def chunk_shape(kind: ArrayType, share: Sequence[int]) -> tuple[int, ...]:
     """Chooses the shape of an array's chunks: no chunk goes over the border of a share.
 
-    It cuts a share along its first axes until a chunk has about `CHUNK_BYTES`.
-
-    Args:
-        kind: the type of the array.
-        share: the shape of which each share is a multiple, at multiples of it.
+    It cuts a share along its first axes until a chunk has about `CHUNK_BYTES`. Each share is a
+    multiple of the shape `share`, at multiples of it.
 
     Example:
         >>> chunk_shape(ArrayType((6, 4), "float32"), (2, 4))
@@ -184,13 +152,8 @@ def chunk_shape(kind: ArrayType, share: Sequence[int]) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def write_shares(directory: str, writer: str, shares: Sequence[Share]) -> None:
-    """Writes shares into the database of a writer, durably.
-
-    Raises:
-        FileNotFoundError: this host does not have the directory.
-        OSError: the operating system refuses, as on a full disk.
-    """
+def write_shares(directory: str, writer: str, shares: Sequence[Piece]) -> None:
+    """Writes shares into the database of a writer, durably; an `OSError` where that fails."""
     import tensorstore  # here, because its import takes long
 
     _check_shared(directory)
@@ -209,10 +172,9 @@ def write_shares(directory: str, writer: str, shares: Sequence[Share]) -> None:
     transaction = tensorstore.Transaction()
     options = {"create": True, "open": True, "context": context, "transaction": transaction}
     try:
-        arrays = {saved.name: saved for saved, _, _ in shares}
         opened = {
             name: tensorstore.open(_spec(kvstore, saved), **options)
-            for name, saved in arrays.items()
+            for name, saved in {saved.name: saved for saved, _, _ in shares}.items()
         }
         written = [
             opened[saved.name]
@@ -251,12 +213,7 @@ def _spec(kvstore: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
 
 
 def read_arrays(database: Database, wanted: Sequence[Wanted]) -> list[Any]:
-    """Reads arrays to places in this process, and of each only what is to be there.
-
-    Raises:
-        ValueError: an array is of another type, or is damaged.
-        OSError: the arrays cannot be read.
-    """
+    """Reads arrays to places in this process, and of each only what is to be there."""
     import tensorstore
 
     _check_shared(database.directory)
@@ -320,11 +277,7 @@ def _result(future: Any, database: Database, wanted: Wanted) -> Any:
 
 
 def _check_type(store: Any, wanted: Wanted) -> None:
-    """Checks that an array of a checkpoint has the type that is wanted.
-
-    Raises:
-        ValueError: it has another one.
-    """
+    """Checks that an array of a checkpoint has the type that is wanted."""
     kind = wanted.type
     stored = ArrayType(kind.host_shape, _stored_dtype(kind.host_dtype))
     there = str(ArrayType(tuple(store.shape), store.dtype.name))
@@ -333,10 +286,15 @@ def _check_type(store: Any, wanted: Wanted) -> None:
         metadata = store.spec(retain_context=False).to_json().get("metadata", {})
         told = metadata.get("attributes", {}).get("type")  # not in what others have saved
     if str(kind) != told if told else str(stored) != there:
-        raise ValueError(
-            f"The leaf {wanted.path} is {told or there} in the checkpoint, and {kind} in `like`. "
-            f"Pass a `like` built as the tree that was saved."
-        )
+        raise mismatch(wanted.path, told or there, str(kind))
+
+
+def mismatch(path: str, there: str, here: str) -> ValueError:
+    """Makes the error for a leaf that is one thing in the checkpoint, and another in `like`."""
+    return ValueError(
+        f"The leaf {path} is {there} in the checkpoint, and {here} in `like`. Pass a `like` built "
+        f"as the tree that was saved."
+    )
 
 
 # ---- as TensorStore has it ----------------------------------------------------------------------

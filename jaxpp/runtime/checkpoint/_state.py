@@ -196,10 +196,8 @@ def _clean(path: Any) -> None:
     new, old = _beside(path)
     if old.exists() and not path.exists():
         old.rename(path)
-    for place in (path, new):
-        for rest in path.parent.glob(f"{place.name}.orbax-checkpoint-tmp*"):
-            rest.rmtree()
-    for rest in (new, old):
+    names = (f"{place.name}.orbax-checkpoint-tmp*" for place in (path, new))
+    for rest in (new, old, *(rest for name in names for rest in path.parent.glob(name))):
         if rest.exists():
             rest.rmtree()
 

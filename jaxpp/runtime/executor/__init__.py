@@ -11,7 +11,6 @@ from jaxpp.runtime.executor._describe import Description as Description
 from jaxpp.runtime.executor._describe import RankDescription as RankDescription
 from jaxpp.runtime.executor._describe import describe as describe
 from jaxpp.runtime.executor._dispatcher import Dispatcher as Dispatcher
-from jaxpp.runtime.executor._dispatcher import RankStep as RankStep
 from jaxpp.runtime.executor._dispatcher import turns_of as turns_of
 from jaxpp.runtime.executor._executor import Chunk as Chunk
 from jaxpp.runtime.executor._executor import Executor as Executor

@@ -7,7 +7,7 @@ model under another schedule compiles only the new ones.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,15 +21,7 @@ from jaxpp.runtime.arrays import Home, devices_of, sharding_in
 
 
 def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
-    """Compiles a step's computations.
-
-    Args:
-        bundle: the step.
-        homes: where the arrays of each rank are.
-
-    Returns:
-        For each rank, the executables by the number of their computation.
-    """
+    """Compiles a step's computations; returns for each rank its executables by their numbers."""
     used = [
         sorted({i.computation for i in p.instructions if isinstance(i, Run)})
         for p in bundle.programs
@@ -38,9 +30,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
     targets: dict[tuple[int, Any], list[Home]] = {}
     for numbers, home in zip(used, homes, strict=True):
         for n in numbers:
-            found = targets.setdefault((n, _shape_of(home)), [])
-            if home not in found:
-                found.append(home)
+            targets.setdefault((n, _shape_of(home)), []).append(home)
 
     settings = current_settings()
     kept = {
@@ -48,51 +38,37 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
     }
 
     def build(target: Any, lowered: Any) -> dict[Any, Any]:
-        computation, found = bundle.computations[target[0]], targets[target]
-        if copies(computation):
-            return {home: Copier(computation, home) for home in found}
+        own = kept[target]
+        own.compile = own.compile or functools.partial(compile_for, bundle.computations[target[0]])
         if lowered is not None:
-            kept[target].compile = functools.partial(compile_for, computation)
-            kept[target].by_home[found[0]] = _compat.compiled(lowered)
-        return {home: kept[target].on(home) for home in found}
+            own.by_home[targets[target][0]] = _compat.compiled(lowered)
+        return {home: own.on(home) for home in targets[target]}
 
     # The largest computation first; each is compiled while the next is lowered.
     by_size = sorted(targets, key=lambda t: -len(bundle.computations[t[0]].jaxpr.eqns))
     new = [t for t in by_size if not kept[t].by_home and not copies(bundle.computations[t[0]])]
-    with _progress(len(new)) as step, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with _progress(len(new)) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
         for target in by_size:
             lowered = None
             if target in new:
                 lowered = lower(bundle.computations[target[0]], targets[target][0])
             futures[target] = pool.submit(build, target, lowered)
-            if target in new:
-                futures[target].add_done_callback(step)
-    built = {target: future.result() for target, future in futures.items()}
+            if bar is not None and target in new:
+                futures[target].add_done_callback(lambda compiled: bar.update())
     return [
-        {n: built[n, _shape_of(home)][home] for n in numbers}
+        {n: futures[n, _shape_of(home)].result()[home] for n in numbers}
         for numbers, home in zip(used, homes, strict=True)
     ]
 
 
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[Any], None]]:
-    """Shows a bar of `tqdm` on a terminal, after two seconds, where `tqdm` is installed.
-
-    Yields:
-        What is called as each of `total` computations has been compiled.
-    """
+def _progress(total: int) -> Any:
+    """Makes a bar of `tqdm` on a terminal, shown after two seconds; None without `tqdm`."""
     try:
         import tqdm
     except ImportError:
-        yield lambda compiled: None
-        return
-    with tqdm.tqdm(total=total, desc="jaxpp: compiling", delay=2, leave=False, disable=None) as bar:
-
-        def step(compiled: Any) -> None:
-            bar.update()
-
-        yield step
+        return contextlib.nullcontext()
+    return tqdm.tqdm(total=total, desc="jaxpp: compiling", delay=2, leave=False, disable=None)
 
 
 def _shape_of(home: Home) -> Any:
@@ -101,11 +77,7 @@ def _shape_of(home: Home) -> Any:
 
 
 class Executables:
-    """A computation compiled for one home, and loaded on others when they need it.
-
-    Args:
-        compile: compiles it for a home.
-    """
+    """A computation that `compile` compiles for a home; loaded on others when they need it."""
 
     def __init__(self, compile: Callable[[Home], Any] | None = None) -> None:
         self.compile = compile
@@ -124,10 +96,7 @@ class Executables:
 
 @functools.lru_cache(maxsize=512)
 def _kept(key: Hashable) -> Executables:
-    """Returns the executables of a key, empty at first; those not used the longest are dropped.
-
-    Keys name objects of a computation by their ids; its executables hold the computation.
-    """
+    """Returns the executables of a key, empty at first, which hold what its ids name."""
     return Executables()
 
 
@@ -150,10 +119,6 @@ def current_settings() -> tuple[tuple[str, str], ...]:
     return tuple((name, str(getattr(jax.config, name, None))) for name in sorted(jax.config.values))
 
 
-def _constrains_layout(eqn: Any) -> bool:
-    return eqn.primitive.name == "layout_constraint"
-
-
 def _check_bits(computation: Computation, home: Home) -> None:
     """Refuses what XLA on CPU does to memory that is not its own.
 
@@ -171,11 +136,7 @@ def _check_bits(computation: Computation, home: Home) -> None:
 
 
 def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
-    """Lowers a computation for devices of this process.
-
-    Raises:
-        ValueError: XLA cannot run it on these devices.
-    """
+    """Lowers a computation for devices of this process; a `ValueError` where XLA cannot run it."""
     _check_bits(computation, home)
     invars = computation.jaxpr.jaxpr.invars
     in_specs = computation.in_specs or ((),) * len(invars)
@@ -193,7 +154,8 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
     jaxpr = computation.jaxpr
     if devices_of(home)[0].platform != "cpu":  # XLA overlaps what is in one computation
         jaxpr = jaxprs.inline(jaxpr, _compat.is_call_apart)
-    constrained = any(jaxprs.contains(e, _constrains_layout) for e in jaxpr.eqns)
+    constrains = lambda eqn: eqn.primitive.name == "layout_constraint"  # noqa: E731
+    constrained = any(jaxprs.contains(eqn, constrains) for eqn in jaxpr.eqns)
 
     def run(*args):
         own = map(_compat.in_memory_of, args, jaxpr.in_avals)
@@ -201,22 +163,23 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
         return list(map(jnp.copy, results)) if constrained else results
 
     run.__name__ = run.__qualname__ = computation.name
-    wide = jaxprs.with_its_types(jaxpr)
     specs = computation.out_specs or ((),) * len(jaxpr.out_avals)
     kinds = list(map(_compat.memory_kind, jaxpr.out_avals))
     # Without the memory kinds of results, JAX lets them take the memory of any donated argument.
     out: Any = [sharding_in(home, *own) for own in zip(specs, kinds, strict=True)]
-    donated = computation.donated
     if isinstance(home, Mesh):
-        with jax.set_mesh(home), wide:
-            return jax.jit(run, donate_argnums=donated, out_shardings=out).lower(*avals)
-    out = out if any(map(_compat.memory_kind, (*jaxpr.in_avals, *jaxpr.out_avals))) else None
-    with jax.default_device(home), wide:
-        return jax.jit(run, donate_argnums=donated, out_shardings=out).lower(*avals)
+        under = jax.set_mesh(home)
+    else:
+        under = jax.default_device(home)
+        out = out if any(map(_compat.memory_kind, (*jaxpr.in_avals, *jaxpr.out_avals))) else None
+    with under, jaxprs.with_its_types(jaxpr):
+        return jax.jit(run, donate_argnums=computation.donated, out_shardings=out).lower(*avals)
 
 
 def compile_for(computation: Computation, home: Home) -> Any:
-    """Lowers and compiles a computation for a home."""
+    """Lowers and compiles a computation for a home, or makes what copies in its place."""
+    if copies(computation):
+        return Copier(computation, home)
     return _compat.compiled(lower(computation, home))
 
 
@@ -236,10 +199,7 @@ def copies(computation: Computation) -> bool:
 
 
 class Copier:
-    """Copies arrays as an executable would, but not in the order of the device's computations.
-
-    It does not wait for the copies: who reads one of them does.
-    """
+    """Copies arrays as an executable would, but not in the order of the device's computations."""
 
     def __init__(self, computation: Computation, home: Home):
         jaxpr, specs = computation.jaxpr, computation.out_specs

@@ -1,6 +1,7 @@
 """`describe`: what each rank of a placed step holds and sends."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -84,20 +85,13 @@ class Description:
         return _messages.html_table(_HEADER, map(_row, self.ranks), " ".join([_NOTE, *self.notes]))
 
     def __str__(self) -> str:
-        rows = [_HEADER, *map(_row, self.ranks)]
-        widths = [
-            max(len(line) for row in rows for line in row[n].split("\n"))
-            for n in range(len(_HEADER))
+        rows = [[cell.split("\n") for cell in row] for row in (_HEADER, *map(_row, self.ranks))]
+        widths = [max(map(len, itertools.chain(*column))) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(map(str.ljust, cells, widths)).rstrip()
+            for row in rows
+            for cells in itertools.zip_longest(*row, fillvalue="")
         ]
-        lines = []
-        for row in rows:
-            cells = [cell.split("\n") for cell in row]
-            for i in range(max(map(len, cells))):
-                parts = [
-                    (c[i] if i < len(c) else "").ljust(w)
-                    for c, w in zip(cells, widths, strict=True)
-                ]
-                lines.append("  ".join(parts).rstrip())
         return "\n".join([*lines, _NOTE, *self.notes])
 
 

@@ -1,35 +1,11 @@
 """`Dispatcher`: runs what the ranks of one process have of a step, all on the caller's thread."""
 
 import collections
-import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpp._program import Instruction, Message, Program, Receive, Run, Send
-from jaxpp.runtime.arrays import ArrayType, Home, from_host
-from jaxpp.runtime.executor._executor import Chunk, Executor, Transport, chunks, interleave
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RankStep:
-    """A rank's share of a step: its program, its executables, and its home.
-
-    Args:
-        program: what it runs.
-        home: where it runs.
-        executables: for each computation its executable, or None where the rank does not run it.
-        constants: for each constant of the program its slot, its type, and its bytes.
-        donated: by computation, the positions of the arguments whose memory it takes.
-        find_invalid: see `Executor`.
-    """
-
-    program: Program
-    home: Home
-    executables: Sequence[Any]
-    constants: Sequence[tuple[int, ArrayType, Any]] = ()
-    donated: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
-    find_invalid: Callable[[int, Sequence[Any]], str | None] = lambda number, args: None
+from jaxpp.runtime.executor._executor import Chunk, Executor, chunks, interleave
 
 
 class Dispatcher:
@@ -40,22 +16,15 @@ class Dispatcher:
     for each, which would take turns at Python's lock.
 
     Args:
-        ranks: what these ranks have of the step.
+        executors: those of these ranks.
         turns: the ranks, of this process and of others, in the order in which their pieces are
             dispatched: `turns_of` the programs of all.
-        transport: the way of these ranks' arrays to each other, and to other ranks.
     """
 
-    def __init__(self, ranks: Sequence[RankStep], turns: Sequence[int], transport: Transport):
+    def __init__(self, executors: Iterable[Executor], turns: Sequence[int]):
         #: The executor of each rank.
-        self.executors: dict[int, Executor] = {}
-        pieces: dict[int, list[Chunk]] = {}
-        for own in ranks:
-            executor = Executor(own.program, own.executables, transport, own.find_invalid)
-            for slot, array_type, value in own.constants:
-                executor.slots[slot] = from_host(value, array_type, own.home)
-            self.executors[own.program.rank] = executor
-            pieces[own.program.rank] = chunks(own.program)[::-1]
+        self.executors = {own.program.rank: own for own in executors}
+        pieces = {rank: chunks(own.program)[::-1] for rank, own in self.executors.items()}
         #: The pieces of these ranks' programs in the order of their dispatch.
         self.order = [(rank, pieces[rank].pop()) for rank in turns if rank in pieces]
         self._runs = [
@@ -64,22 +33,16 @@ class Dispatcher:
         ]
         #: What these ranks send and receive; a transport may want to know that before a call.
         self.messages: list[Message] = [
-            i.message
-            for own in ranks
-            for i in own.program.instructions
-            if isinstance(i, Send | Receive)
+            i.message for _, chunk in self.order for i in chunk if isinstance(i, Send | Receive)
         ]
         #: The tags of messages whose arrays a later computation may take the memory of.
-        self.late = frozenset().union(*(_sent_before_donated(r.program, r.donated) for r in ranks))
+        self.late = frozenset().union(*map(_sent_before_donated, self.executors.values()))
         self._running: Executor | None = None
 
     def run(self, execute: Callable[[Executor, Chunk], None] | None = None) -> None:
-        """Dispatches the step; its inputs are in their slots.
+        """Dispatches the step, by `execute` if given; its inputs are in their slots.
 
         An error leaves `at` where it was raised.
-
-        Args:
-            execute: lets an executor run some instructions in order; `Executor.execute` by default.
         """
         for executor, chunk in self._runs:
             self._running = executor
@@ -104,25 +67,21 @@ class Dispatcher:
 
 
 def turns_of(programs: Sequence[Program]) -> list[int]:
-    """Returns the ranks in the order in which pieces of their programs are dispatched.
-
-    Raises:
-        RuntimeError: if the programs wait for each other.
-    """
+    """Returns the ranks in the order of `interleave`."""
     return [rank for rank, _ in interleave(programs)]
 
 
-def _sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:
+def _sent_before_donated(executor: Executor) -> frozenset[int]:
     """Finds the messages whose arrays are donated to a later computation of the program."""
     found: set[int] = set()
     sent: dict[int, set[int]] = collections.defaultdict(set)
-    for instruction in program.instructions:
+    for instruction in executor.program.instructions:
         match instruction:
             case Send(slots, message):
                 for slot in slots:
                     sent[slot].add(message.tag)
             case Run(computation, inputs, outputs, _):
-                for position in donated.get(computation, ()):
+                for position in executor.donated.get(computation, ()):
                     found |= sent[inputs[position]]
                 for slot in outputs:
                     sent.pop(slot, None)

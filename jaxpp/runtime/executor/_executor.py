@@ -1,6 +1,7 @@
 """The executor: runs one rank's program, instruction by instruction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -11,7 +12,7 @@ from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Se
 Chunk = tuple[Instruction, ...]
 
 
-class Transport(Protocol):
+class Carrier(Protocol):
     """The way of a rank's arrays to and from other ranks."""
 
     def send(self, arrays: list[Any], message: Message) -> None:
@@ -32,6 +33,8 @@ class Executor:
         program: what the rank runs.
         executables: for each computation its executable, or None where the rank does not run it.
         transport: its way to other ranks.
+        constants: slots, and the arrays that are there before the step.
+        donated: by computation, the positions of the arguments whose memory it takes.
         find_invalid: says more of an invalid value that a computation, by its number, has given for
             some arguments, or gives None; see `find_invalid`.
     """
@@ -40,12 +43,17 @@ class Executor:
         self,
         program: Program,
         executables: Sequence[Any],
-        transport: Transport,
+        transport: Carrier,
+        constants: Iterable[tuple[int, Any]] = (),
+        donated: Mapping[int, Sequence[int]] = MappingProxyType({}),
         find_invalid: Callable[[int, Sequence[Any]], str | None] = lambda number, args: None,
     ):
         self.program = program
         self.executables = executables
         self.slots: list[Any] = [None] * program.num_slots
+        for slot, value in constants:
+            self.slots[slot] = value
+        self.donated = donated
         self._rank = program.rank
         self.transport = transport
         self._find_invalid = find_invalid

@@ -19,12 +19,10 @@ from jaxpp.runtime.executor._executor import interleave
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """The figures that XLA gives of a compiled computation, on one of its devices.
+    """The figures that XLA gives of a compiled computation on a device; 0 where it does not tell.
 
-    Args:
-        temporary_bytes: what it needs while it runs, beside its arguments and results.
-        flops: the floating-point operations that it runs; 0 where XLA does not tell.
-        accessed_bytes: the bytes that it reads and writes; 0 where XLA does not tell.
+    `temporary_bytes` are what it needs while it runs, beside its arguments and results;
+    `accessed_bytes` what it reads and writes.
     """
 
     temporary_bytes: int
@@ -34,13 +32,10 @@ class Analysis:
 
 @dataclasses.dataclass(frozen=True)
 class Inspected:
-    """A rank of a step on a mesh.
+    """A rank of a step: its devices, as JAX writes them, the axes inside it, XLA's analyses.
 
-    Args:
-        devices: its devices, as JAX writes them.
-        axes: the axes inside it, and their sizes.
-        analyses: XLA's analysis of each computation that it runs, by the computation's number.
-        run_ahead: of how many messages, those received last, it holds the first array.
+    These are by the number of the computation. Of `run_ahead` messages, those received last, it
+    holds the first array.
     """
 
     devices: tuple[str, ...]
@@ -93,10 +88,7 @@ _Output = tuple[int, int] | None
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Held:
-    """Bytes that a device of a rank holds from `start` until `end`.
-
-    `output` is what computes them, if they are a result.
-    """
+    """Bytes that a device of a rank holds from `start` until `end`; `output` computes them."""
 
     rank: int
     kind: str
@@ -111,12 +103,8 @@ def held_bytes(bundle: Bundle, ranks: Sequence[Inspected], when: When | None = N
 
     Arguments are there from the start to the end, unless a computation takes their memory. A
     message is on its target from the end of the task that makes it. A computation's results are
-    there from its start: an executable takes all of its memory when it starts.
-
-    Args:
-        bundle: the step.
-        ranks: the ranks, as `LoadedStep.inspect` gives them.
-        when: when each rank runs what; by default one after the other, each for one unit.
+    there from its start: an executable takes all of its memory when it starts. `when` says when
+    each rank runs what; by default one after the other, each for one unit.
     """
     ledgers = [_Ledger(bundle, *own) for own in zip(bundle.programs, ranks, strict=True)]
     sent: dict[int, float] = {}
@@ -146,16 +134,14 @@ def over_time(held: Iterable[Held]) -> Iterator[tuple[float, Counter[str]]]:
 
     What is dropped at a time makes room for what comes at that time.
     """
-    changes: list[tuple[float, int, Held]] = []
+    changes: list[tuple[float, int, str]] = []
     for h in held:
         if h.start < h.end:
-            changes += (h.start, 1, h), (h.end, 0, h)
+            changes += (h.start, h.nbytes, h.kind), (h.end, -h.nbytes, h.kind)
     now: Counter[str] = Counter()
-    for time, group in itertools.groupby(
-        sorted(changes, key=lambda change: change[:2]), key=lambda change: change[0]
-    ):
-        for _, comes, h in group:
-            now[h.kind] += h.nbytes if comes else -h.nbytes
+    for time, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        for _, nbytes, kind in group:
+            now[kind] += nbytes
         yield time, Counter(now)
 
 

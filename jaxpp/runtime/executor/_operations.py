@@ -20,11 +20,6 @@ def find_invalid(computation: Computation, home: Home, args: Sequence[Any]) -> s
     `jax_debug_nans` or `jax_debug_infs` is set, which says what is invalid. JAX does the same where
     a jitted function gives such a value.
 
-    Args:
-        computation: what has given an invalid value.
-        home: where it runs.
-        args: its arguments.
-
     Returns:
         What was found, with the operation and the user's line; None where no operation by itself
         gives such a value, or one cannot be run by itself.

@@ -7,15 +7,7 @@ from jaxpp.runtime.executor._executor import interleave
 
 
 def transfers_of(programs: Sequence[Program], process_of: Mapping[int, int]) -> tuple[Message, ...]:
-    """Returns the messages between processes, in the order of their sends in that of all ranks.
-
-    Args:
-        programs: those of all ranks.
-        process_of: by rank its process.
-
-    Raises:
-        RuntimeError: the programs wait for each other.
-    """
+    """Returns the messages between processes, in the order of their sends in that of all ranks."""
     return tuple(
         i.message
         for _, chunk in interleave(programs)
@@ -33,11 +25,6 @@ def check_transfers(
     transfers that are earlier in the order. It can do so where it makes its sends in that order,
     and each after all that it has received by then. So each transfer needs only earlier ones, and
     the earliest that is not done can always go on.
-
-    Args:
-        transfers: the order.
-        programs: those of all ranks.
-        process_of: by rank its process.
 
     Raises:
         ValueError: the order does not have each message between processes once, or a process would

@@ -4,6 +4,18 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+#: Loaded arrays whose values are known for a while, to compare them with those of others.
+KEPT = 4096
+
+
+class Loaded(NamedTuple):
+    """An array that a rank has loaded: which of which batch, and a hash of its values."""
+
+    rank: int
+    batch: int
+    array: int
+    values: int
+
 
 class At(NamedTuple):
     """The place of a process among the calls that all make.
@@ -14,12 +26,14 @@ class At(NamedTuple):
         what: what it does there, in words; empty where it has not come yet.
         digests: hashes of all calls so far, after each of the last ones: which steps it has called,
             with which arguments.
+        loaded: what its ranks have loaded since it said so last.
     """
 
     meeting: int
     calls: int
     what: str = ""
     digests: tuple[int, ...] = ()
+    loaded: tuple[Loaded, ...] = ()
 
     def digest_after(self, calls: int) -> int | None:
         """Returns the hash after a number of calls, if it is known."""
@@ -45,6 +59,8 @@ class Course:
         self._count, self._differ = count, differ
         self._there: dict[int, dict[int, At]] = {}
         self._last: dict[int, At] = {}
+        #: By batch and number of the array.
+        self._loaded: dict[tuple[int, int], Loaded] = {}
         self._lock = threading.Lock()
 
     def hear(self, number: int, at: At) -> None:
@@ -63,6 +79,21 @@ class Course:
                 there[number] = at
             if len(there) in (0, self._count):
                 del self._there[at.meeting]
+            for loaded in at.loaded:
+                before = self._loaded.setdefault((loaded.batch, loaded.array), loaded)
+                if before.values != loaded.values:
+                    self._differ(number, _not_the_same(before, loaded))
+            while len(self._loaded) > KEPT:
+                del self._loaded[next(iter(self._loaded))]  # the oldest
+
+
+def _not_the_same(one: Loaded, other: Loaded) -> RuntimeError:
+    return RuntimeError(
+        f"ranks {one.rank} and {other.rank} have loaded other values of array {one.array} of batch "
+        f"{one.batch} (both counted from 0). The function that feeds a step runs for each rank "
+        f"that reads the batch, and has to give the same whenever it is given the same: look at "
+        f"the seed of a shuffle, the order of files, and iterators that it advances"
+    )
 
 
 def _error(each: dict[int, At]) -> RuntimeError:

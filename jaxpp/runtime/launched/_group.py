@@ -11,7 +11,7 @@ from jaxpp._program import Bundle, Message
 from jaxpp.runtime.executor import check_transfers, transfers_of
 from jaxpp.runtime.launched import _agreement
 from jaxpp.runtime.launched._calls import Lanes, Outcome
-from jaxpp.runtime.launched._course import At, Course
+from jaxpp.runtime.launched._course import At, Course, Loaded
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
 from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
@@ -68,6 +68,8 @@ class LaunchedGroup(Group):
         self.puts = False
         #: Hashes of all calls, after each of the last ones.
         self._digests = collections.deque([0], maxlen=16 * IN_FLIGHT)
+        #: What the ranks here have loaded since this process said so last.
+        self._loaded: collections.deque[Loaded] = collections.deque()
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.
         self._course = None if place.number else Course(place.count, self._differ)
@@ -77,6 +79,7 @@ class LaunchedGroup(Group):
         own = self._members[place.number]
         self.members = [own]
         self._process = Process(own.ranks)
+        self._process.took = self._took
         self._lanes = Lanes(self._process)
         secret = find_secret() if place.count > 1 else b""
         self._watch = LaunchedWatch(self, self._members, heartbeat_timeout, start_timeout)
@@ -317,10 +320,16 @@ class LaunchedGroup(Group):
         """Gives a sign of life, and says how far this process has come."""
         self._say()
 
+    def _took(self, rank: int, batch: int, array: int, value: Any) -> None:
+        """Takes note of an array that a rank has loaded."""
+        if (values := _agreement.values_of(value)) is not None:
+            self._loaded.append(Loaded(rank, batch, array, values))
+
     def _say(self, what: str = "") -> None:
         """Says where this process is."""
         with self._lock:
-            at = At(self._next, self._calls, what, tuple(self._digests))
+            loaded = tuple(self._loaded.popleft() for _ in range(len(self._loaded)))
+            at = At(self._next, self._calls, what, tuple(self._digests), loaded)
         self.hub.tell(("at", at))
         if self._course is not None:
             self._course.hear(0, at)

@@ -7,6 +7,7 @@ import pickle
 import queue
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,12 +15,28 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxpp.runtime.launched._environment import Position
-from jaxpp.runtime.transport import Addresses, Door, PeerLost, connect, host_identity
+from jaxpp.runtime.transport import (
+    Addresses,
+    Door,
+    NotOpened,
+    PeerLost,
+    TransportError,
+    connect,
+    host_identity,
+)
 
 #: Seconds between two attempts to reach process 0.
 RETRY = 0.1
+#: Connections in a row that may end before they are open; then another program has the port.
+STRANGE = 3
+#: Seconds after which a process that waits for others at the start says so.
+NOTICE = 10.0
 #: Seconds that the end of a connection waits for what is to be written.
 FLUSH_TIMEOUT = 5.0
+#: The way out where the port is taken.
+_ANOTHER = (
+    "give the job another MASTER_PORT, or JAX_COORDINATOR_ADDRESS; this port is the one behind it"
+)
 
 
 class Line:
@@ -104,41 +121,44 @@ class Hub:
             timeout: seconds that all processes have to come.
 
         Raises:
-            RuntimeError: some have not come in time; those that have can be told of it.
-            TransportError: they do not have the same secret.
+            RuntimeError: some have not come in time; those that have can be told of it. Or another
+                program has the port, or they do not have the same secret.
         """
         if self._place.count == 1:
             return "127.0.0.1"
-        meet = self._let_in if self._place.number == 0 else self._go_in
-        meet(secret, time.monotonic() + timeout, timeout)
+        (self._let_in if self._place.number == 0 else self._go_in)(secret, timeout)
         return next(iter(self._lines.values())).address
 
-    def _let_in(self, secret: bytes, deadline: float, timeout: float) -> None:
+    @property
+    def _where(self) -> str:
+        return f"{self._place.host} port {self._place.port}"
+
+    def _let_in(self, secret: bytes, timeout: float) -> None:
         at = "127.0.0.1" if _is_loopback(self._place.host) else "0.0.0.0"
         try:
             door = Door("hub", secret, at, self._enter, port=self._place.port)
         except OSError as error:
             raise RuntimeError(
                 f"LaunchedMpmdMesh: process 0 cannot listen at port {self._place.port} ({error}): "
-                f"give the job another MASTER_PORT, or JAX_COORDINATOR_ADDRESS; this port is the "
-                f"one behind it."
+                f"{_ANOTHER}."
             ) from error
-        try:
+        others = range(1, self._place.count)
+        away = "" if _is_own(self._place.host) else ", which is no address of this host"
+
+        def late() -> str:
             with self._changed:
-                every = self._place.count - 1
-                self._changed.wait_for(
-                    lambda: len(self._in) == every, max(0.0, deadline - time.monotonic())
-                )
-                late = [n for n in range(1, every + 1) if n not in self._in]
+                self._changed.wait_for(lambda: len(self._in) == len(others), RETRY)
+                if not (missing := [n for n in others if n not in self._in]):
+                    return ""
+            return (
+                f"of {self._place.count} processes, {missing} have not come to process 0 at "
+                f"{self._where}{away}"
+            )
+
+        try:
+            _wait(late, timeout)
         finally:
             door.close()
-        if late:
-            raise RuntimeError(
-                f"LaunchedMpmdMesh: of {self._place.count} processes, {late} have not come to "
-                f"{self._place.host} port {self._place.port} within {timeout:g} s; look whether "
-                f"the launcher has started them, and at what they say, or give a longer "
-                f"start_timeout."
-            )
 
     def _enter(self, _: int, number: int, connection: socket.socket) -> bool:
         with self._changed:
@@ -147,23 +167,35 @@ class Hub:
             self._add(number, connection)
             return True
 
-    def _go_in(self, secret: bytes, deadline: float, timeout: float) -> None:
-        place = self._place
+    def _go_in(self, secret: bytes, timeout: float) -> None:
+        place, strange = self._place, 0
         near = host_identity() if _is_loopback(place.host) else ""
         there = Addresses(near, None, (place.host, place.port))
-        while True:
+
+        def knock() -> str:
+            nonlocal strange
             try:
-                connection = connect(0, place.number, 0, there, secret, "tcp")
-                break
+                self._add(0, connect(0, place.number, 0, there, secret, "tcp"))
+                return ""
             except PeerLost as error:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"LaunchedMpmdMesh: process {place.number} of {place.count} has not found "
-                        f"process 0 at {place.host} port {place.port} within {timeout:g} s: "
-                        f"{error.reason}. Look whether it runs, and whether this host reaches it."
-                    ) from None
+                strange = strange + 1 if isinstance(error, NotOpened) else 0
+                if strange == STRANGE:
+                    raise
                 time.sleep(RETRY)
-        self._add(0, connection)
+                return (
+                    f"process {place.number} of {place.count} has not found process 0 at "
+                    f"{self._where}: {error.reason}"
+                )
+
+        try:
+            _wait(knock, timeout)
+        except TransportError as error:
+            raise RuntimeError(
+                f"LaunchedMpmdMesh: process {place.number} is not let in by what listens at "
+                f"{self._where}: {error} Either that is process 0, and this process has another "
+                f"secret, or the number of one that is there; or it is another program or job, and "
+                f"process 0 cannot listen, which it says then: {_ANOTHER}."
+            ) from error
         self._lines[0].send(("in", place.number, None))
 
     def _add(self, number: int, connection: socket.socket) -> None:
@@ -233,7 +265,41 @@ class Hub:
             line.close()
 
 
+def _wait(attempt: Callable[[], str], timeout: float) -> None:
+    """Waits until an attempt succeeds; says once what it waits for.
+
+    Args:
+        attempt: takes a moment; returns why it has not succeeded, or nothing where it has.
+        timeout: the seconds.
+
+    Raises:
+        RuntimeError: it has not succeeded.
+    """
+    start, said = time.monotonic(), False
+    while why := attempt():
+        passed = time.monotonic() - start
+        if passed >= timeout:
+            raise RuntimeError(
+                f"LaunchedMpmdMesh: {why}, within {timeout:g} s. Look whether the launcher has "
+                f"started all processes, at what they say, and whether the hosts reach each other, "
+                f"or give a longer start_timeout."
+            )
+        if passed >= NOTICE and not said:
+            print(f"jaxpp: {why}; waits up to {timeout:g} s.", file=sys.stderr, flush=True)
+            said = True
+
+
 def _is_loopback(host: str) -> bool:
     with contextlib.suppress(OSError):
         return socket.getaddrinfo(host, 0)[0][4][0] in ("127.0.0.1", "::1")
+    return False
+
+
+def _is_own(host: str) -> bool:
+    """Tells whether a name is that of an address of this host, as far as that can be found."""
+    with contextlib.suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as tried:
+            tried.bind(address)
+            return True
     return False

@@ -16,6 +16,7 @@ from jaxpp.runtime.arrays import (
     Home,
     check_arguments,
     devices_of,
+    from_host,
     sharding_across,
     sharding_in,
     sizes_of,
@@ -26,14 +27,12 @@ from jaxpp.runtime.executor import (
     Dispatcher,
     Executor,
     Inspected,
-    RankStep,
     compile_all,
     describe,
     find_invalid,
     turns_of,
 )
 from jaxpp.runtime.local._tracing import LocalTracing
-from jaxpp.runtime.trace import Recorder
 from jaxpp.runtime.transport import RUN_AHEAD, Near
 
 #: A rank's executor, its home, and a slot.
@@ -57,11 +56,14 @@ class LocalStep:
         self.transport = Near(dict(enumerate(homes)))
         self._dispatcher = Dispatcher(
             [
-                RankStep(
+                Executor(
                     program,
-                    home,
                     [own.get(n) for n in range(len(bundle.computations))],
-                    [(slot, ArrayType.of(v), to_host(v)) for slot, v in program.constants],
+                    self.transport,
+                    [
+                        (n, from_host(to_host(v), ArrayType.of(v), home))
+                        for n, v in program.constants
+                    ],
                     find_invalid=self._finder(home),
                 )
                 for program, own, home in zip(
@@ -69,7 +71,6 @@ class LocalStep:
                 )
             ],
             turns_of(bundle.programs),
-            self.transport,
         )
         self.executors = list(self._dispatcher.executors.values())
         self.order = self._dispatcher.order
@@ -142,19 +143,10 @@ class LocalStep:
         return describe(self.bundle, self.inspect())
 
     def _dispatch(self) -> None:
-        if self._tracing.recorder is not None:
-            self._dispatch_and_record(self._tracing.recorder)
-            return
-        self._dispatcher.run()
-
-    def _dispatch_and_record(self, recorder: Recorder) -> None:
-        call, number = self._tracing.begin(self.bundle), id(self.bundle)
-        for executor in self.executors:
-            recorder.prepare(executor)
-        with recorder.calling(call):
-            self._dispatcher.run(
-                lambda executor, chunk: recorder.execute(executor, chunk, call, number)
-            )
+        if (recorder := self._tracing.recorder) is None:
+            self._dispatcher.run()
+        else:
+            recorder.run(self._dispatcher, self._tracing.begin(self.bundle), id(self.bundle))
 
 
 def _check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> None:

@@ -32,7 +32,6 @@ from jaxpp.runtime.transport import (
     NotComputed,
     PeerLost,
     leave_processes,
-    lost_in_collective,
 )
 
 #: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
@@ -90,6 +89,8 @@ class Process:
         #: The way of the ranks to others, and what gives the value of a reference.
         self.transport: Any = None
         self.get: Callable[[Any], Any]
+        #: Called with each array that a rank has loaded: the rank, the batch, which one, its value.
+        self.took: Callable[[int, int, int, Any], None] = lambda *_: None
         #: What the ranks run, by number.
         self.computations: dict[int, WithSettings] = {}
         self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))
@@ -157,21 +158,16 @@ class Process:
         recorder = self.transport.recorder
         if recorder is None:
             dispatcher.run()
-            return
-        with recorder.calling(call.number):
-            dispatcher.run(
-                lambda executor, chunk: recorder.execute(executor, chunk, call.number, call.step)
-            )
+        else:
+            recorder.run(dispatcher, call.number, call.step)
 
     @in_order
     def load(self, loadings: Mapping[int, Loading]) -> None:
         """Registers a step for all ranks."""
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
         first = next(iter(loadings.values()))
-        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns, self.transport)
+        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns)
         self.transport.expect(dispatcher.messages, first.step, dispatcher.late, first.transfers)
-        for rank, own in loadings.items():
-            self.ranks[rank].keep(own, dispatcher.executors[rank])
 
     @in_order
     def unload(self, step: int, computations: Iterable[int]) -> None:
@@ -322,9 +318,7 @@ class Process:
         elif rank not in (None, at):
             at, what, source = rank, "", None
         failure = Failure.of(error, at, self._call, what, source)
-        if self.transport.is_echo(error) or (
-            spans(self.ranks[at].home) and lost_in_collective(error)
-        ):
+        if self.transport.is_echo(error):
             failure = dataclasses.replace(failure, is_echo=True)
         return failure
 

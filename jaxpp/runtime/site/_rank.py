@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxpp.runtime.arrays import Home, own_share, resplit, spans, to_host
-from jaxpp.runtime.executor import Executor, RankStep, find_invalid
+from jaxpp.runtime.arrays import Home, from_host, own_share, resplit, spans, to_host
+from jaxpp.runtime.executor import Executor, find_invalid
 from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, Part, Source
 from jaxpp.runtime.site._failure import Failure, Lost
 from jaxpp.runtime.site._feed import Loader
@@ -59,8 +59,8 @@ class Rank:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    def load(self, loading: Loading) -> RankStep:
-        """Makes what the rank has of a step."""
+    def load(self, loading: Loading) -> Executor:
+        """Makes the executor of a step, and keeps it."""
         for number, reference in loading.references.items():
             if number not in self.computations:
                 self.computations[number] = self._site.get(reference).get()
@@ -73,22 +73,20 @@ class Rank:
         def find(computation: int, args: Sequence[Any]) -> str | None:
             return find_invalid(known[computation].computation, self.home, args)
 
-        return RankStep(
+        executor = Executor(
             loading.program,
-            self.home,
             [
                 known[n].executables.on(self.home) if n in known else None
                 for n in range(len(loading.computations))
             ],
-            [(slot, type_, value.copy()) for slot, type_, value in loading.constants],
+            self.transport,
+            [(n, from_host(v.copy(), type_, self.home)) for n, type_, v in loading.constants],
             {n: own.computation.donated for n, own in known.items()},
             find,
         )
-
-    def keep(self, loading: Loading, executor: Executor) -> None:
-        """Keeps the executor of a step that has been loaded."""
         made = tuple(Input(type_, self.home, spec) for type_, spec in loading.inputs)
         self._steps[loading.step] = executor, made
+        return executor
 
     def executables(self, step: int) -> Sequence[Any]:
         """Returns the executables of a step's computations; None for one that is not run here."""
@@ -126,6 +124,7 @@ class Rank:
                 self.feeds = True
                 found = self.loader.take(batch, leaf, make.array_type)
                 self.feeds = False
+                self._site.took(self.rank, batch, leaf, found)
                 return make.of_loaded(found)
 
     def take_results(self, step: int, first: int) -> None:

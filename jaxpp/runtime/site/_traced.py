@@ -13,7 +13,7 @@ from jaxpp import _compat, jaxprs
 from jaxpp._program import Computation
 from jaxpp.jaxprs import primitives
 from jaxpp.runtime.arrays import Home
-from jaxpp.runtime.executor import Copier, Executables, compile_for, copies
+from jaxpp.runtime.executor import Executables, compile_for
 from jaxpp.runtime.site._carried import Carried
 
 #: JAX's settings under which a computation is lowered: those that it was traced under. With
@@ -50,8 +50,6 @@ class WithSettings:
 
     def _compile(self, home: Home) -> Any:
         """Lowers and compiles the computation for devices of this process."""
-        if copies(self.computation):
-            return Copier(self.computation, home)
         with contextlib.ExitStack() as stack:
             for name, value in self.settings.items():
                 stack.enter_context(getattr(jax, name)(value))

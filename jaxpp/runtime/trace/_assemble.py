@@ -1,7 +1,7 @@
 """Puts what processes have recorded on one clock."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -9,11 +9,6 @@ from jaxpp._program import Bundle, Message, Receive, Run, Send
 from jaxpp.runtime.trace._clock import Offset, to_driver
 from jaxpp.runtime.trace._recorder import Records
 from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
-
-#: When a run was dispatched, started and ended, in seconds; None where that was not seen.
-Seen = tuple[float, Any, Any]
-#: A device, and what of it runs something: what it computes with, or what it copies with.
-Lane = tuple[int, str]
 
 
 def assemble(
@@ -23,24 +18,17 @@ def assemble(
     steps: Mapping[int, Bundle],
     device_of: Sequence[int],
 ) -> Trace:
-    """Puts the records of processes on one clock.
+    """Puts the records of processes on one clock, in seconds since the driver's time `zero`.
 
-    Args:
-        records: those of each process.
-        offsets: for each process, what its clock was behind that of the driver at two moments.
-        zero: the driver's time, in nanoseconds, from which times count.
-        steps: the programs of each step by its number.
-        device_of: for each rank, the number of its device.
+    At two moments the clock of each process was behind that of the driver by its `offsets`.
     """
-    seen: dict[Where, Seen] = {}
-    sent: dict[tuple[int, int], tuple[float, float]] = {}
-    received: dict[tuple[int, int], tuple[float, float]] = {}
+    seen: dict[Where, tuple[float, Any, Any]] = {}
+    sent: dict[Any, tuple[float, float]] = {}
+    received: dict[Any, tuple[float, float]] = {}
     numbers: dict[int, int] = {}
     for process, own in records.items():
-        seconds = _clock_of(offsets[process], zero)
-        seen |= {key: seconds(times) for key, times in own.runs.items()}
-        sent |= {key: seconds(times) for key, times in own.sent.items()}
-        received |= {key: seconds(times) for key, times in own.received.items()}
+        for found, noted in ((seen, own.runs), (sent, own.sent), (received, own.received)):
+            found |= {key: _seconds(times, offsets[process], zero) for key, times in noted.items()}
         numbers |= own.calls
     calls = {call: steps[step] for call, step in sorted(numbers.items()) if step in steps}
     ends = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
@@ -62,15 +50,12 @@ def assemble(
     )
 
 
-def _clock_of(offsets: Sequence[Offset], zero: int) -> Callable[[Sequence[int | None]], Any]:
-    """Returns what makes times of a process seconds since the start of the trace."""
-    return lambda times: tuple(
-        None if t is None else (to_driver(t, offsets) - zero) / 1e9 for t in times
-    )
+def _seconds(times: Sequence[int | None], offsets: Sequence[Offset], zero: int) -> Any:
+    return tuple(None if t is None else (to_driver(t, offsets) - zero) / 1e9 for t in times)
 
 
 def _runs(
-    seen: Mapping[Where, Seen],
+    seen: Mapping[Where, tuple[float, Any, Any]],
     messages: Sequence[TracedMessage],
     calls: Mapping[int, Bundle],
     device_of: Sequence[int],
@@ -83,7 +68,7 @@ def _runs(
     the run that reads the message. All of these were dispatched later.
     """
     runs: dict[Where, Run] = {}
-    lanes: dict[Where, Lane] = {}
+    lanes: dict[Where, tuple[int, str]] = {}  # a device, and what of it runs something
     for where in seen:
         call, rank, position = where
         runs[where] = run = calls[call].programs[rank].instructions[position]
@@ -95,7 +80,7 @@ def _runs(
         arrived[m.read_by] = max(arrived.get(m.read_by, m.end), m.end)
 
     ends: dict[Where, float] = {}
-    next_end: dict[Lane, float] = {}
+    next_end: dict[Any, float] = {}
     for where, (_, start, end) in reversed(list(seen.items())):
         if end is None:
             continue
@@ -106,7 +91,7 @@ def _runs(
             end = min(bounds)
         ends[where] = next_end[lanes[where]] = end
 
-    free: dict[Lane, float] = {}
+    free: dict[Any, float] = {}
     traced: list[TracedRun] = []
     for where, (dispatched, start, _) in seen.items():
         run, lane = runs[where], lanes[where]

@@ -1,11 +1,13 @@
 """One clock for processes on several hosts."""
 
 import dataclasses
-import pathlib
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from jaxpp.runtime.transport import host_identity
 
 #: One clock for all processes of a host, in nanoseconds.
 clock = time.monotonic_ns
@@ -13,16 +15,15 @@ clock = time.monotonic_ns
 CLOCK_EVENT = "jaxpp clock"
 #: The number of times that a clock is asked; the shortest of so many round trips has little delay.
 ROUND_TRIPS = 10
+#: Names the clock of this process; one of its own where the system does not name it.
+_CLOCK = host_identity("time") if sys.platform == "linux" else f"{platform.node()} {time.time_ns()}"
 #: A time of another clock, and what to add to it to have the driver's, in nanoseconds.
 Offset = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The times of two clocks at one moment, in nanoseconds: that of a host, and that of the day.
-
-    `host` is the same for all processes that share the first one.
-    """
+    """The times of the clock of a host, which it names, and of the day, in nanoseconds."""
 
     host: str
     monotonic_ns: int
@@ -31,7 +32,7 @@ class Reading:
 
 def read_clock(process: Any = None) -> Reading:
     """Reads the clocks of this process."""
-    return Reading(_host(), clock(), time.time_ns())
+    return Reading(_CLOCK, clock(), time.time_ns())
 
 
 def measure_offset(mesh: Any, number: int) -> Offset:
@@ -46,7 +47,7 @@ def measure_offset(mesh: Any, number: int) -> Offset:
         before = clock()
         reading: Reading = mesh.apply(read_clock, {number: ()}, ordered=False)[number]
         after = clock()
-        if reading.host == _host():
+        if reading.host == _CLOCK:
             return reading.monotonic_ns, 0
         there = reading.monotonic_ns
         readings.append((after - before, there, (before + after) // 2 - there))
@@ -64,17 +65,3 @@ def to_driver(time: int, offsets: Sequence[Offset]) -> int:
     """
     (t0, first), (t1, last) = offsets
     return time + first + round((last - first) * (time - t0) / ((t1 - t0) or 1))
-
-
-def _host() -> str:
-    """Names the clock of this process: the start of the system, and the time namespace."""
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = pathlib.Path("/proc/self/ns/time").readlink()
-    except OSError:
-        return f"{platform.node()} {_START}"
-    return f"{boot} {namespace}"
-
-
-#: Makes each process's clock one of its own where the system does not name the clock.
-_START = time.time_ns()

@@ -46,8 +46,7 @@ def module_of(executable: Any) -> Module | None:
 def read_profile(folder: pathlib.Path) -> Profiled:
     """Reads the runs of the last profile in a folder that `jax.profiler.start_trace` wrote to.
 
-    Each operation has the module, the device and the number of its run. An event of its own, with
-    the number and the device alone, ends with the run.
+    Each operation has the module, the device and the number of its run. Another event ends with it.
     """
     names: dict[tuple[int, int], str] = {}
     spans: dict[tuple[int, int], tuple[float, float]] = {}
@@ -96,7 +95,7 @@ def match(
         zero: the time of the profile's clock event by the clock of the process.
 
     Returns:
-        What is known of the runs, and what kept others from being known.
+        What is known of the runs, and why others are not.
     """
     seen: dict[Where, Seen] = {}
     errors: list[str] = []

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import pathlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpp._program import Message, Run, Send
-from jaxpp.runtime.executor import Chunk, Executor
+from jaxpp.runtime.executor import Chunk, Dispatcher, Executor
 from jaxpp.runtime.trace._clock import clock
 from jaxpp.runtime.trace._profile import Module, Seen, match, module_of, read_profile
 from jaxpp.runtime.trace._result import Where
@@ -26,12 +25,8 @@ _TIMEOUT = 60.0
 class Records:
     """All that a process has recorded; times are nanoseconds of its clock.
 
-    Args:
-        runs: each run, with what was seen of it.
-        sent: for the call and the tag of a message, when its sending started and ended.
-        received: the same of its receiving.
-        calls: the step of each call.
-        errors: why some of the runs are not known.
+    `sent` and `received` have a start and an end for the call and the tag of a message, `calls` the
+    step of each call, `errors` why some of the runs are not known.
     """
 
     runs: dict[Where, Seen] = dataclasses.field(default_factory=dict)
@@ -65,16 +60,16 @@ class Recorder:
         self._clocked: list[futures.Future[None]] = []
         self._records = Records()
 
-    def calling(self, call: int) -> Any:
-        """Makes the context of a call's dispatch, which tools show as a step."""
-        return jax.profiler.StepTraceAnnotation("jaxpp step", step_num=call)
+    def run(self, dispatcher: Dispatcher, call: int, step: int) -> None:
+        """Lets a dispatcher run a call of a step, and records it; tools show it as a step."""
+        for executor in dispatcher.executors.values():
+            self._prepare(executor)
+        with jax.profiler.StepTraceAnnotation("jaxpp step", step_num=call):
+            dispatcher.run(lambda executor, chunk: self.execute(executor, chunk, call, step))
 
     def execute(self, executor: Executor, chunk: Chunk, call: int, step: int) -> None:
-        """Lets an executor run some instructions in order, and records them.
-
-        `call` and `step` are the numbers of the call and of the step that is called.
-        """
-        known, rank = self.prepare(executor), executor.program.rank
+        """Lets an executor run some instructions of a call of a step, and records them."""
+        known, rank = self._prepare(executor), executor.program.rank
         self._records.calls[call] = step
         for instruction in chunk:
             start = clock()
@@ -106,10 +101,7 @@ class Recorder:
         futures.wait(self._clocked, _TIMEOUT)
 
     def stop(self, profile: pathlib.Path | None = None) -> Records:
-        """Ends the threads, and returns all records; the times of runs are in a profile's folder.
-
-        Without one only runs that threads have clocked are known.
-        """
+        """Returns all records; without the folder of a profile, runs that threads have clocked."""
         _, late = futures.wait(self._clocked, _TIMEOUT)
         for thread in self._threads.values():
             thread.shutdown(wait=False)
@@ -123,7 +115,7 @@ class Recorder:
             records.errors.extend(errors)
         return records
 
-    def prepare(self, executor: Executor) -> dict[int, tuple[int, Module | None]]:
+    def _prepare(self, executor: Executor) -> dict[int, tuple[int, Module | None]]:
         """Finds the position of each run of an executor, and its module, by the run's id."""
         if id(executor) not in self._programs:
             modules = [
@@ -155,15 +147,15 @@ class Recorder:
 
     def _computed(self, executor: Executor, run: Run, where: Where, start: int) -> None:
         """Notes a run at the end of its smallest result."""
-        results = [executor.slots[slot] for slot in run.outputs]
-        smallest = min((x for x in results if x.size), key=lambda x: x.size, default=None)
+        results = [x for slot in run.outputs if (x := executor.slots[slot]).size]
+        smallest = min(results, key=lambda x: x.size, default=None)
         if smallest is not None and run.lane != "copy":  # nothing takes the memory of a copy
             smallest = _mark(smallest)
-        note = functools.partial(self._ended, where, start)
-        self._wait((executor.program.rank, run.lane), smallest, note)
 
-    def _ended(self, where: Where, start: int, end: int) -> None:
-        self._records.runs[where] = start, None, end
+        def note(end: int) -> None:
+            self._records.runs[where] = start, None, end
+
+        self._wait((executor.program.rank, run.lane), smallest, note)
 
     def _wait(self, order: Any, arrays: Any, note: Callable[[int], None]) -> None:
         """Lets a thread wait for arrays, and note their time; one thread waits for an `order`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpp._program import Bundle, Message, Run
 from jaxpp.runtime.trace import _figures
-from jaxpp.schedules import Costs, Dependencies, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Task, Timeline, simulate
 
 #: A run: its call, its rank, and its position in the rank's program; None where there is no such.
 Where = tuple[int, int, Any]
@@ -138,7 +138,12 @@ class Trace:
             return None
         most = Counter(id(self.steps[call]) for call in whole).most_common(1)[0][0]
         whole = [call for call in whole if id(self.steps[call]) == most]
-        return sorted(whole, key=lambda call: self.timeline(call).makespan)[(len(whole) - 1) // 2]
+
+        def duration(call: int) -> float:
+            tasks = [run for run in self._by_call[call][0] if run.task]
+            return max(run.end for run in tasks) - min(run.start for run in tasks)
+
+        return sorted(whole, key=duration)[(len(whole) - 1) // 2]
 
     def timeline(self, call: int | None = None) -> Timeline:
         """Returns the times of each task of a call, by default a typical one.
@@ -156,7 +161,8 @@ class Trace:
             [tasks for device, tasks, *_ in clocked if device == d]
             for d in range(1 + max(self.device_of))
         ]
-        return _figures.timeline_of(_figures.table_of(orders, self._needs(call)), clocked)
+        needs = _figures.dependencies_of(self.steps[call])
+        return _figures.timeline_of(_figures.table_of(orders, needs), clocked)
 
     def simulated(self, call: int | None = None) -> Timeline:
         """Simulates the tasks of a call, by default a typical one, with the costs of the trace.
@@ -165,19 +171,8 @@ class Trace:
             ValueError: as `timeline` does.
         """
         call = self._chosen(call)
-        needs = self._needs(call)
+        needs = _figures.dependencies_of(self.steps[call])
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
-
-    def _needs(self, call: int) -> Dependencies:
-        """Finds the dependencies of a call's tasks, once for each step."""
-        step = self.steps[call]
-        if id(step) not in self._known:
-            self._known[id(step)] = _figures.dependencies_of(step)
-        return self._known[id(step)]
-
-    @functools.cached_property
-    def _known(self) -> dict[int, Dependencies]:
-        return {}
 
     def costs(self, call: int | None = None) -> Costs:
         """Returns the costs of tasks and transfers, of all calls of the step of a call.

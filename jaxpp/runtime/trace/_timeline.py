@@ -28,10 +28,7 @@ METADATA = "jaxpp"
 
 
 def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
-    """Writes the files of a trace, in place of earlier ones; returns the trace with their paths.
-
-    `started` is what the driver's clocks said at the trace's time 0.
-    """
+    """Writes the files of a trace, which began at `started`; returns the trace with their paths."""
     timeline, picture = folder / "timeline.json", folder / "timeline.png"
     write_events(make_events(trace), timeline, {METADATA: dataclasses.asdict(started)})
     picture.unlink(missing_ok=True)

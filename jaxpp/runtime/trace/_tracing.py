@@ -22,19 +22,14 @@ Times = Literal["profile", "waits"]
 
 @dataclasses.dataclass(frozen=True)
 class Tracing:
-    """A running trace.
-
-    Args:
-        directory: where its files go.
-        started: what the clocks of this process said at its start.
-        clocks: for the first rank of each process a time, and what its clock was then behind that
-            of this process.
-        steps: the programs of each step that is called, by its number; the mesh adds them.
-    """
+    """A running trace, into a directory."""
 
     directory: pathlib.Path
+    #: What the clocks of this process said at its start, and for the first rank of each process a
+    #: time, and what its clock was then behind that of this one.
     started: Reading
     clocks: dict[int, Offset]
+    #: The programs of each step that is called, by its number; the mesh adds them.
     steps: dict[int, Bundle] = dataclasses.field(default_factory=dict)
 
 
@@ -43,11 +38,8 @@ def start_trace(
 ) -> Tracing:
     """Starts to trace the processes of a mesh: all of them, or none where anything is wrong.
 
-    Args:
-        mesh: `apply` runs functions in its processes, `first_ranks` are a rank of each.
-        directory: where the files of the trace go, the processes' profiles among them.
-        times: where the times of runs come from.
-        running: the trace of the mesh that goes on, if any.
+    `mesh.apply` runs functions in its processes, and `mesh.first_ranks` are a rank of each. The
+    trace that is `running` there is None.
 
     Raises:
         RuntimeError: a trace goes on already, or JAX's profiler runs in a process.
@@ -79,16 +71,7 @@ def start_trace(
 
 
 def stop_trace(mesh: Any, tracing: Tracing | None, device_of: Sequence[int]) -> Trace:
-    """Ends a trace, and writes its files.
-
-    Args:
-        mesh: `apply` runs functions in its processes, `first_ranks` are a rank of each.
-        tracing: the trace that goes on; whatever happens, it has ended after this.
-        device_of: for each rank, the number of its device.
-
-    Raises:
-        RuntimeError: no trace goes on.
-    """
+    """Ends a trace, if it goes on, and writes its files; each rank has a number of its device."""
     if tracing is None:
         raise RuntimeError(
             "stop_trace: the mesh is not traced; call start_trace(directory) first, on this mesh."
@@ -138,11 +121,7 @@ def _settle(process: Any) -> None:
 
 
 def stop_recording(process: Any, profile: pathlib.Path | None = None) -> Records:
-    """Ends the recording in a process, where one goes on; JAX's profiler writes its files.
-
-    Returns:
-        What was recorded; the times of runs are in the profile's folder.
-    """
+    """Ends the recording in a process, where one goes on; JAX's profiler writes its files."""
     recorder, process.transport.recorder = process.transport.recorder, None
     if recorder is None:
         return Records()

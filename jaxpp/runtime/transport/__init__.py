@@ -2,6 +2,7 @@
 
 from jaxpp.runtime.transport._errors import Aborted as Aborted
 from jaxpp.runtime.transport._errors import NotComputed as NotComputed
+from jaxpp.runtime.transport._errors import NotOpened as NotOpened
 from jaxpp.runtime.transport._errors import PeerLost as PeerLost
 from jaxpp.runtime.transport._errors import TransportError as TransportError
 from jaxpp.runtime.transport._handshake import Addresses as Addresses
@@ -15,9 +16,7 @@ from jaxpp.runtime.transport._processes import first_devices as first_devices
 from jaxpp.runtime.transport._processes import free_port as free_port
 from jaxpp.runtime.transport._processes import join_processes as join_processes
 from jaxpp.runtime.transport._processes import leave_processes as leave_processes
-from jaxpp.runtime.transport._processes import lost_in_collective as lost_in_collective
 from jaxpp.runtime.transport._processes import rank_home as rank_home
 from jaxpp.runtime.transport._pull import Pulls as Pulls
 from jaxpp.runtime.transport._puts import Puts as Puts
 from jaxpp.runtime.transport._socket import SocketTransport as SocketTransport
-from jaxpp.runtime.transport._socket import Transport as Transport

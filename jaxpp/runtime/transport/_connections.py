@@ -12,29 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpp.runtime.transport._errors import Aborted, NotComputed, PeerLost, TransportError
-from jaxpp.runtime.transport._frames import Link, Read
-from jaxpp.runtime.transport._handshake import Addresses, Door, Kind, connect, start
+from jaxpp.runtime.transport._frames import Read, Reader
+from jaxpp.runtime.transport._handshake import Addresses, Door, SocketKind, connect, start
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Peer:
-    """The connection to another process.
-
-    Args:
-        rank: the first rank of that process.
-        link: the connection.
-        thread: writes what cannot be written at once, from the first such message on.
-        tasks: the messages that the thread has to write; None ends it.
-        unsent: those that have not been written, each with its `arrays` whose values it waits for.
-        lost: the reason why the process cannot be reached any more; empty while it can.
-        ended: whether all that came from it has been read.
-    """
+    """The connection to another process, whose first rank is `rank`."""
 
     rank: int
-    link: Link
+    reader: Reader
+    #: Writes what cannot be written at once: the messages of `tasks`, until it gets None there.
     thread: threading.Thread | None = None
     tasks: "queue.SimpleQueue[Any]" = dataclasses.field(default_factory=queue.SimpleQueue)
+    #: What has not been written, each with its `arrays` whose values it waits for.
     unsent: collections.deque[Any] = dataclasses.field(default_factory=collections.deque)
+    #: Why the process cannot be reached any more, and whether all that came has been read.
     lost: str = ""
     ended: bool = False
 
@@ -47,17 +40,14 @@ class Connections:
     to wait. A message that has been read is kept until it is received, so the schedule bounds the
     number of these. A thread of each connection writes what cannot be written at once.
 
-    Args:
-        epoch: the number of the epoch.
-        transport: the one whose connections they are. Its `memory` is called with each header that
-            comes, `take` with each message, `write` with what was `put`, and `failed` with the
-            error, on some thread, when a process is lost or after an abort.
-        secret: some bytes that the processes have in common and nobody else has.
-        address: the address of this host at which other hosts reach it, if they can.
-        kind: the sort of connections that this process opens.
+    Of the `transport` its `memory` is called with each header that comes, `take` with each message,
+    `write` with what was `put`, and `on_failure` with the error, on some thread, when a process is
+    lost or after an abort. For `secret`, `address` and `kind` see `SocketTransport`.
     """
 
-    def __init__(self, epoch: int, transport: Any, secret: bytes, address: str | None, kind: Kind):
+    def __init__(
+        self, epoch: int, transport: Any, secret: bytes, address: str | None, kind: SocketKind
+    ):
         self.epoch, self._transport, self._rank = epoch, transport, transport.rank
         self._connect = functools.partial(connect, epoch, self._rank, secret=secret, kind=kind)
         self.error: BaseException | None = None
@@ -68,7 +58,6 @@ class Connections:
         self.peers: dict[int, Peer] = {}
         #: For each rank the first rank of its process; none before `connect`.
         self._firsts: dict[int, int] = {}
-        #: Guards the state that threads share; signals what a thread may wait for.
         self._changed = threading.Condition()
         #: Tells whether a thread reads. A byte on `_bell` wakes it.
         self._pumping = self._over = False
@@ -78,13 +67,10 @@ class Connections:
         self._poll = select.poll()
         self._poll.register(self._heard, select.POLLIN)
         self._door = Door(f"accept-{self._rank}", secret, address, self._add)
+        #: Where others reach this process.
+        self.addresses = self._door.addresses
 
     # ---- opening --------------------------------------------------------------------------------
-
-    @property
-    def addresses(self) -> Addresses:
-        """The addresses at which others reach this process."""
-        return self._door.addresses
 
     def connect(self, firsts: Mapping[int, int], peers: Mapping[int, Addresses]) -> None:
         """Connects to the processes before this one; those behind it connect to this one.
@@ -105,7 +91,7 @@ class Connections:
         with self._changed:
             if epoch != self.epoch or rank in self.peers or self._over:
                 return False
-            peer = Peer(rank, Link(connection, functools.partial(self._transport.memory, rank)))
+            peer = Peer(rank, Reader(connection, functools.partial(self._transport.memory, rank)))
             self._by_descriptor[connection.fileno()] = self.peers[rank] = peer
             self._poll.register(connection, select.POLLIN)
             self._close_door()
@@ -153,7 +139,7 @@ class Connections:
                 self._heard.recv(4096)
             return
         try:
-            for found in peer.link.read():
+            for found in peer.reader.read():
                 self._transport.take(self, peer, found)
         except (EOFError, OSError) as error:
             self._poll.unregister(descriptor)
@@ -184,7 +170,7 @@ class Connections:
         peer.tasks.put(item)
 
     def _write_all(self, peer: Peer) -> None:
-        with peer.link.connection:
+        with peer.reader.connection:
             while (item := peer.tasks.get()) is not None:
                 if not peer.lost and self.error is None:
                     self.attempt(peer, functools.partial(self._transport.write, item, peer))
@@ -206,9 +192,12 @@ class Connections:
         except BaseException as error:
             self.abort(error)
 
+    def _peer(self, rank: int) -> Peer | None:
+        return self.peers.get(self._firsts.get(rank, -1))
+
     def ended(self, rank: int) -> bool:
         """Tells whether no message comes from a rank any more."""
-        peer = self.peers.get(self._firsts.get(rank, -1))
+        peer = self._peer(rank)
         return peer is None or peer.ended
 
     def check(self) -> None:
@@ -222,8 +211,7 @@ class Connections:
     def reach(self, rank: int) -> Peer:
         """Returns the connection to a rank; raises an error if there is none any more."""
         self.check()
-        peer = self.peers.get(self._firsts.get(rank, -1))
-        if peer is None:
+        if (peer := self._peer(rank)) is None:
             known = sorted(r for r, first in self._firsts.items() if first in self.peers)
             raise TransportError(
                 f"Rank {self._rank} has to reach rank {rank}, and is connected to ranks {known}; "
@@ -241,8 +229,8 @@ class Connections:
             peer.lost = reason
             self.wake()
         with contextlib.suppress(OSError):  # what has come already can still be read
-            peer.link.connection.shutdown(socket.SHUT_RDWR)
-        self._transport.failed(PeerLost(peer.rank, reason))
+            peer.reader.connection.shutdown(socket.SHUT_RDWR)
+        self._transport.on_failure(PeerLost(peer.rank, reason))
 
     def abort(self, error: BaseException) -> None:
         """Ends all waits: `check` raises `Aborted` from now on, with `error` as the cause."""
@@ -252,7 +240,7 @@ class Connections:
             self.error = error.__cause__ if isinstance(error, NotComputed) else error
             self.mail.clear()
             self.wake()
-        self._transport.failed(error)
+        self._transport.on_failure(error)
 
     def end(self) -> list[threading.Thread]:
         """Ends all connections; returns their threads, which end once their work is over."""
@@ -265,12 +253,12 @@ class Connections:
         peers = list(self.peers.values())
         for peer in peers:
             with contextlib.suppress(OSError):  # the other end may have closed it first
-                peer.link.connection.shutdown(socket.SHUT_RDWR)
+                peer.reader.connection.shutdown(socket.SHUT_RDWR)
         with self._changed:
             self._changed.wait_for(lambda: not self._pumping, 1)
         for peer in peers:
             if peer.thread is None:
-                peer.link.connection.close()
+                peer.reader.connection.close()
             else:
                 peer.tasks.put(None)  # the thread closes it
         self._bell.close()

@@ -21,6 +21,10 @@ class PeerLost(TransportError):
         return f"The connection to rank {self.rank} is lost: {self.reason}."
 
 
+class NotOpened(PeerLost):
+    """The other end took a connection, and then did not do as a rank does: it may be none."""
+
+
 class Aborted(TransportError):
     """The error of a send or a receive after the transport was aborted; the cause is chained."""
 
@@ -38,3 +42,14 @@ class NotComputed(TransportError):
 
     def __str__(self):
         return f"The result of {self.task}, which was to be sent, could not be computed."
+
+
+def lost_in_jax(error: BaseException) -> bool:
+    """Tells whether an error says that another process of a collective or a transfer was missing.
+
+    Example:
+        >>> lost_in_jax(RuntimeError("Gloo AllGather failed: Connection closed by peer"))
+        True
+    """
+    words = "gloo", "socketserver", "recv()", "while transferring"
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jaxpp._program import Message
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
@@ -25,7 +28,6 @@ from jaxpp.runtime.arrays import (
     resplit,
     sharding_in,
     spans,
-    start_copies,
     to_host,
 )
 
@@ -47,18 +49,13 @@ Bytes = bytes | memoryview
 
 
 class Header(NamedTuple):
-    """The header of a message: its program, call, tag and source, and the bytes that follow."""
+    """The header of a message; `nbytes` follow."""
 
     program: int
     call: int
     tag: int
     source: int
     nbytes: int
-
-    @staticmethod
-    def at(data: memoryview, start: int) -> "Header":
-        """Reads the header that starts somewhere in some bytes."""
-        return Header(*_HEADER.unpack_from(data, start))
 
     def pack(self) -> bytes:
         """Returns the bytes of the header."""
@@ -71,15 +68,10 @@ class Header(NamedTuple):
 
 
 class Unpacker:
-    """Makes the arrays of messages of the same types from their bytes.
+    """Makes the arrays of messages of the same types from their bytes, for a home.
 
     Where a rank has several processes, those of the same number in their ranks send each other
     their shares.
-
-    Args:
-        types: of the arrays.
-        specs: how each is split there; none where all are whole.
-        home: of the rank that a message comes to, or goes from.
     """
 
     def __init__(self, types: Sequence[ArrayType], specs: Sequence[Spec], home: Home):
@@ -87,8 +79,10 @@ class Unpacker:
         self._shared, makes, sent = spans(home), [], list(types)
         self._device_memory = devices_of(home)[0].platform != "cpu"
         for n, (type_, spec) in enumerate(zip(types, self._specs, strict=True)):
-            boxes = boxes_here(type_.shape, sharding_in(home, spec)) if self._shared else None
-            sent[n] = type_ if boxes is None else type_.share(boxes)
+            boxes = None
+            if self._shared:
+                boxes = tuple(boxes_here(type_.shape, sharding_in(home, spec)))
+                sent[n] = type_.share(boxes)
             makes.append(
                 functools.partial(from_host, array_type=type_, home=home, spec=spec, boxes=boxes)
             )
@@ -112,7 +106,9 @@ class Unpacker:
         if self._shared:
             arrays = [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
         if self._device_memory:  # the copy to the host follows the task, before anyone asks for it
-            start_copies(arrays)
+            for array in arrays:
+                if isinstance(array, jax.Array) and isinstance(array.dtype, np.dtype):  # no keys
+                    array.copy_to_host_async()
         return arrays
 
     def values(self, arrays: list[Any]) -> list[Bytes]:
@@ -135,17 +131,11 @@ def padded(nbytes: int) -> int:
 
 
 def to_send(header: Header, arrays: Sequence[Bytes]) -> list[Bytes]:
-    """Returns the bytes of a message in pieces, a small one in one.
-
-    `arrays` are the bytes of each array.
-    """
+    """Returns the bytes of a message in pieces, a small one in one, of those of its arrays."""
     pieces: list[Bytes] = [header.pack()]
     for array in arrays:
-        if array:
-            pieces.append(array)
-        if rest := -len(array) % ALIGNMENT:
-            pieces.append(_PADDING[:rest])
-    return [b"".join(pieces)] if header.nbytes <= SMALL else pieces
+        pieces += [array, _PADDING[: -len(array) % ALIGNMENT]]
+    return [b"".join(pieces)] if header.nbytes <= SMALL else [piece for piece in pieces if piece]
 
 
 def send_some(
@@ -153,9 +143,7 @@ def send_some(
 ) -> None:
     """Sends as many bytes as the connection takes at once, and removes them from `pieces`.
 
-    Raises:
-        BlockingIOError: if it takes none now.
-        OSError: if the connection has ended.
+    Raises a `BlockingIOError` if it takes none now, another `OSError` if it has ended.
     """
     sent = connection.sendmsg(pieces[:_MOST_PIECES], [], flags)
     while pieces and sent >= len(pieces[0]):
@@ -165,10 +153,7 @@ def send_some(
 
 
 class Read(NamedTuple):
-    """A message that has been read, and its bytes or its arrays.
-
-    `start_ns` and `end_ns` are when its header was seen, and when it was ready.
-    """
+    """A message that has been read: its bytes or arrays, when it was begun, and when ready."""
 
     header: Header
     data: Any
@@ -176,15 +161,12 @@ class Read(NamedTuple):
     end_ns: int
 
 
-class Link:
+class Reader:
     """A connection to another process, from which one thread at a time reads.
 
     It reads small messages together, in one system call, and large ones into memory of their own.
-    A thread may stop within a message; the next one goes on there.
-
-    Args:
-        connection: the connection; nobody else reads from it.
-        begin: called with each header; checks it, and gives the memory for a large message.
+    A thread may stop within a message; the next one goes on there. `begin` is called with each
+    header; it checks it, and gives the memory for a large message.
     """
 
     def __init__(self, connection: socket.socket, begin: Callable[[Header], Any]):
@@ -213,7 +195,7 @@ class Link:
         if self._header is None:
             if self._end - self._at < HEADER_SIZE:
                 return None
-            header = Header.at(self._ahead, self._at)
+            header = Header(*_HEADER.unpack_from(self._ahead, self._at))
             self._start = time.monotonic_ns()
             self._large = self._begin(header)
             self._header, self._done = header, 0

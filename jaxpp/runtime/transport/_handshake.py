@@ -21,9 +21,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, Literal
 
-from jaxpp.runtime.transport._errors import PeerLost, TransportError
+from jaxpp.runtime.transport._errors import NotOpened, PeerLost, TransportError
 
-Kind = Literal["auto", "unix", "tcp"]
+SocketKind = Literal["auto", "unix", "tcp"]
 
 #: Seconds within which the other end has to say the next word of a handshake.
 HANDSHAKE_TIMEOUT = 5.0
@@ -69,16 +69,16 @@ def warn_of_open_ports(addresses: Iterable[Addresses]) -> None:
         )
 
 
-def host_identity() -> str:
-    """Names this host's current boot and its network (containers may have one each)."""
+def host_identity(namespace: str = "net") -> str:
+    """Names this host's current boot and its network, or another namespace (of a container)."""
     if not _LINUX:
         return socket.gethostname()
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{file.read().strip()}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
 
 
 def connect(
-    epoch: int, source: int, target: int, peer: Addresses, secret: bytes, kind: Kind = "auto"
+    epoch: int, source: int, target: int, peer: Addresses, secret: bytes, kind: SocketKind = "auto"
 ) -> socket.socket:
     """Opens a connection of a rank to another, which is known to be of the mesh when this returns.
 
@@ -115,9 +115,9 @@ def connect(
             raise TransportError(
                 f"Rank {target} and rank {source} do not have the same secret."
             ) from error
-        except (OSError, EOFError) as error:
-            reason = f"it ended the connection before it was open ({error or 'closed'})"
-            raise PeerLost(target, reason) from error
+        except (OSError, EOFError, AssertionError) as error:  # the last of what is no handshake
+            reason = f"it did not open the connection ({error or 'closed'})"
+            raise NotOpened(target, reason) from error
         if not admitted:
             raise TransportError(
                 f"Rank {target} is not in epoch {epoch}, in which rank {source} is; reset both to "
@@ -173,10 +173,9 @@ class Door:
     Args:
         name: that of its threads.
         secret: some bytes that all processes of the mesh know.
-        address: the address of this host at which other hosts reach it; None listens only for
-            processes of this host.
-        enter: called with the epoch, the rank and the connection of who has proved to be of the
-            mesh; takes the connection in, and tells whether it has.
+        address: the address of this host for other hosts; None listens for this host alone.
+        enter: takes in the epoch, the rank and the connection of who has proved to be of the mesh,
+            and tells whether it has.
         port: the TCP port; by default any that is free.
     """
 

@@ -25,9 +25,6 @@ class Near:
     Dispatch is asynchronous, and a computation takes its memory when it is dispatched. If the host
     ran far ahead of the devices, a rank would hold more than its schedule says. So a receive waits
     for the arrival of the message that came `RUN_AHEAD` receives before.
-
-    Args:
-        homes: those of the ranks.
     """
 
     def __init__(self, homes: Mapping[int, Home]):
@@ -44,11 +41,8 @@ class Near:
     def send(self, arrays: list[Any], message: Message, *, late: bool = False) -> None:
         """Starts to move arrays to a rank.
 
-        Args:
-            arrays: the arrays.
-            message: what says that they are sent.
-            late: whether a later computation of the source may take their memory. Then ranks that
-                share a device do not share them.
+        If they are `late`, a later computation of the source may take their memory. Then ranks that
+        share a device do not share them.
         """
         source, target = self._homes[message.source], self._homes[message.target]
         if late and not set(devices_of(source)).isdisjoint(devices_of(target)):

@@ -19,8 +19,8 @@ LEAVE_TIMEOUT = 1
 def free_port(host: str = "127.0.0.1") -> int:
     """Finds a port of this host that nothing listens on, and keeps it for this process.
 
-    The process has a socket at the port that never listens. JAX's own sockets may share the port
-    with it (both have the options for that); those of other programs may not.
+    A socket that never listens keeps it. JAX's own sockets may share the port with that (both have
+    the options for it); those of other programs may not.
     """
     kept = socket.socket()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
@@ -44,11 +44,8 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, *, hos
     The death of process 0, which has the coordinator, ends the others at once. The death of another
     one ends them when its heartbeats have been missed for 100 s; collectives with it fail at once.
 
-    Args:
-        coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
-        num_processes: how many there are.
-        process_id: the number of this one.
-        host: the address of this host at which the others reach it.
+    Process 0 listens at the `coordinator`, `"127.0.0.1:12345"`, whose port is not 0. The others
+    reach this host at `host`.
     """
     _compat.serve_collectives_at(host)
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end the process
@@ -69,26 +66,8 @@ def leave_processes() -> None:
         jax.distributed.shutdown()
 
 
-def lost_in_collective(error: BaseException) -> bool:
-    """Tells whether an error says that another process was missing in a collective.
-
-    Example:
-        >>> lost_in_collective(RuntimeError("Gloo AllGather failed: Connection closed by peer"))
-        True
-    """
-    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-
-
 def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
-    """Makes the home of a rank from its joined processes: their devices, process after process.
-
-    Args:
-        sizes: the axes inside the rank, and their sizes.
-        rank: its number, for errors.
-
-    Raises:
-        ValueError: a process has too few devices.
-    """
+    """Makes the home of a rank from its joined processes: their devices, process after process."""
     found: dict[int, list[Any]] = collections.defaultdict(list)
     for device in jax.devices():
         found[device.process_index].append(device)
@@ -101,8 +80,7 @@ def first_devices(
 ) -> list[Any]:
     """Returns the first devices of a process: as many as its rank needs of each of its `processes`.
 
-    Raises:
-        ValueError: there are fewer.
+    Raises a `ValueError` if there are fewer.
     """
     needed = math.prod(sizes.values()) // processes
     if len(devices) < needed:

@@ -4,29 +4,18 @@ On the connection between two ranks goes a ticket alone: where the sender's serv
 number it has the arrays. Order, authentication and the end of a rank are those of the connection.
 """
 
-import contextlib
 import secrets
 import socket
-from collections import defaultdict
 from typing import Any
 
 import jax
 from jax.experimental import transfer
 
 from jaxpp._program import Message
-from jaxpp.jaxprs import WIDE
-from jaxpp.runtime.arrays import (
-    ArrayType,
-    Box,
-    Home,
-    box_of,
-    devices_of,
-    from_host,
-    resplit,
-    sharding_in,
-)
+from jaxpp.runtime.arrays import Home, box_of, boxes_here, devices_of, sharding_in
 from jaxpp.runtime.transport._errors import PeerLost
 from jaxpp.runtime.transport._handshake import HANDSHAKE_TIMEOUT
+from jaxpp.runtime.transport._payload import Payload
 
 #: The bytes of a ticket.
 TICKET = 128
@@ -78,42 +67,23 @@ class Puller:
 
     Each box of an array, as the rank's devices hold it, goes once. Devices that hold the same box
     have it from the first of them.
-
-    Args:
-        message: a registered one.
-        home: of the rank that it comes to, or goes from.
-        pulls: of this process.
     """
 
     at_once, nbytes = True, TICKET
 
     def __init__(self, message: Message, home: Home, pulls: Pulls):
-        self._source, self._home, self._pulls = message.source, home, pulls
-        types = tuple(map(ArrayType.of, message.avals))
-        specs = message.specs or ((),) * len(types)
-        self._arrays = list(zip(types, specs, strict=True))
+        self._source, self._pulls, self._payload = message.source, pulls, Payload(message, home)
+        self.prepared = self._payload.of
         #: For each array its boxes, and the devices of this process that hold them.
-        self._held = [_devices_by_box(t, home, s) if t.nbytes else {} for t, s in self._arrays]
+        self._held = [boxes_here(t.shape, t.sharding) for t in self._payload.types]
         self._wanted = [
             jax.ShapeDtypeStruct(
                 tuple(stop - start for start, stop in box),
-                type_.host_dtype,
+                type_.dtype,
                 sharding=sharding_in(devices[0]),
             )
-            for (type_, _), held in zip(self._arrays, self._held, strict=True)
+            for type_, held in zip(self._payload.types, self._held, strict=True)
             for box, devices in held.items()
-        ]
-        self._wide = any(type_.dtype in WIDE for type_ in types)
-
-    def prepared(self, arrays: list[Any]) -> list[Any]:
-        """Returns arrays split as they are sent."""
-        own = [
-            resplit(a if t.key is None else jax.random.key_data(a), self._home, spec)
-            for a, (t, spec) in zip(arrays, self._arrays, strict=True)
-        ]
-        return [  # what is pulled comes from the memory of a device
-            a if t.kind is None else jax.device_put(a, sharding_in(self._home, spec))
-            for a, (t, spec) in zip(own, self._arrays, strict=True)
         ]
 
     def values(self, arrays: list[Any]) -> list[bytes]:
@@ -122,43 +92,24 @@ class Puller:
         The arrays themselves may be donated as soon as it returns.
         """
         own = []
-        for array, (type_, _), held in zip(arrays, self._arrays, self._held, strict=True):
-            if held:
-                shards = {box_of(s.index, type_.host_shape): s for s in array.addressable_shards}
-                own += [jax.device_put(shards[box].data, may_alias=False) for box in held]
+        for array, held in zip(arrays, self._held, strict=True):
+            shards = {box_of(s.index, array.shape): s for s in array.addressable_shards}
+            own += [jax.device_put(shards[box].data, may_alias=False) for box in held]
         return [self._pulls.offer(jax.block_until_ready(own))]
 
     def __call__(self, ticket: bytes) -> list[Any]:
-        """Pulls the arrays of a message.
-
-        Raises:
-            PeerLost: they do not come.
-        """
+        """Pulls the arrays of a message; raises `PeerLost` if they do not come."""
         try:
             arrived = iter(self._pulls.pull(ticket, self._wanted))
-            with jax.enable_x64(True) if self._wide else contextlib.nullcontext():
-                found = list(zip(self._arrays, self._held, strict=True))
-                return [self._join(*own, held, arrived) for own, held in found]
+            with jax.enable_x64(True):
+                arrays = []
+                for type_, held in zip(self._payload.types, self._held, strict=True):
+                    shards = []
+                    for devices in held.values():
+                        first = next(arrived)
+                        shards += [first, *(jax.device_put(first, d) for d in devices[1:])]
+                    join = jax.make_array_from_single_device_arrays
+                    arrays.append(join(type_.shape, type_.sharding, shards))
+                return self._payload.whole(arrays)
         except (RuntimeError, ValueError, OSError) as error:
             raise PeerLost(self._source, f"arrays could not be pulled from it ({error})") from error
-
-    def _join(self, type_: ArrayType, spec: Any, held: dict[Box, list[Any]], arrived: Any) -> Any:
-        if not held:
-            return from_host(b"", type_, self._home, spec)
-        shards = []
-        for devices in held.values():
-            first = next(arrived)
-            shards += [first, *(jax.device_put(first, device) for device in devices[1:])]
-        sharding = sharding_in(self._home, spec)
-        array = jax.make_array_from_single_device_arrays(type_.host_shape, sharding, shards)
-        if type_.kind is not None:
-            array = jax.device_put(array, sharding_in(self._home, spec, type_.kind))
-        return array if type_.key is None else jax.random.wrap_key_data(array, impl=type_.key)
-
-
-def _devices_by_box(type_: ArrayType, home: Home, spec: Any) -> dict[Box, list[Any]]:
-    found: dict[Box, list[Any]] = defaultdict(list)
-    held = sharding_in(home, spec).addressable_devices_indices_map(type_.host_shape)
-    for device, index in held.items():
-        found[box_of(index, type_.host_shape)].append(device)
-    return dict(found)

@@ -5,7 +5,6 @@ one of every other process. So all processes issue all transfers, in one order.
 """
 
 import collections
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp._program import Message
-from jaxpp.jaxprs import WIDE
-from jaxpp.runtime.arrays import ArrayType, Home, from_host, is_ready, resplit, sharding_in
+from jaxpp.runtime.arrays import Home, is_ready
 from jaxpp.runtime.transport._errors import TransportError
 from jaxpp.runtime.transport._near import RUN_AHEAD
+from jaxpp.runtime.transport._payload import Payload
 
 #: Seconds between two looks at an array that has not come.
 LOOK = 1e-4
@@ -125,73 +124,34 @@ class Puts:
 
 
 class Put:
-    """A transfer: the arrays of a message, from a home in one process to a home in another.
-
-    Args:
-        message: the message.
-        homes: of all ranks.
-        here: the ranks of this process.
-    """
+    """A transfer: the arrays of a message, from a home in one process to a home in another."""
 
     def __init__(self, message: Message, homes: Mapping[int, Home], here: Collection[int]):
         self.message = message
-        self._source, self._target = homes[message.source], homes[message.target]
+        self._leaving, self._arriving = (
+            Payload(message, homes[rank]) for rank in (message.source, message.target)
+        )
         self._here = message.target in here
-        types = [ArrayType.of(aval) for aval in message.avals]
-        self._arrays = list(zip(types, message.specs or ((),) * len(types), strict=True))
-        moved = [own for own in self._arrays if own[0].nbytes]  # JAX hangs on empty ones
-        self._leaving = [sharding_in(self._source, spec) for _, spec in moved]
-        self._arriving = [sharding_in(self._target, spec) for _, spec in moved]
-        self._wide = any(type_.dtype in WIDE for type_ in types)
         self._absent: list[Any] = []
         if message.source not in here:
-            with self._settings():
+            make = jax.make_array_from_single_device_arrays
+            with jax.enable_x64(True):
                 self._absent = [
-                    jax.make_array_from_single_device_arrays(
-                        type_.host_shape, sharding, [], dtype=type_.host_dtype
-                    )
-                    for (type_, _), sharding in zip(moved, self._leaving, strict=True)
+                    make(t.shape, t.sharding, [], dtype=t.dtype) for t in self._leaving.types
                 ]
 
     def issue(self, arrays: Sequence[Any] = ()) -> list[Any]:
-        """Issues the transfer; returns the arrays where this process has the target.
+        """Issues the transfer, of `arrays` where this process has the source.
 
-        Args:
-            arrays: where this process has the source, those of the message. They are copied: JAX
-                does not say when it has read them.
+        Returns the arrays where this process has the target.
         """
-        with self._settings():
-            moved = self._absent or self._copies(arrays)
-            arrived = iter(jax.device_put(moved, self._arriving) if moved else ())
-            return [self._finished(*own, arrived) for own in self._arrays] if self._here else []
+        with jax.enable_x64(True):
+            moved = self._copies(arrays) if arrays else self._absent
+            if moved:  # JAX would hang if there were none
+                moved = jax.device_put(moved, [t.sharding for t in self._arriving.types])
+            return self._arriving.whole(moved) if self._here else []
 
     def _copies(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns copies of arrays, in the memory of the device, split as they are sent."""
-        own = [
-            resplit(a if t.key is None else jax.random.key_data(a), self._source, spec)
-            for a, (t, spec) in zip(arrays, self._arrays, strict=False)
-            if t.nbytes
-        ]
-        return jax.device_put(own, self._leaving, may_alias=False) if own else []
-
-    def _finished(self, type_: ArrayType, spec: Any, arrived: Any) -> Any:
-        if not type_.nbytes:
-            return from_host(b"", type_, self._target, spec)
-        array = next(arrived)
-        if type_.kind is not None:
-            array = jax.device_put(array, sharding_in(self._target, spec, type_.kind))
-        return array if type_.key is None else jax.random.wrap_key_data(array, impl=type_.key)
-
-    def _settings(self) -> Any:
-        return jax.enable_x64(True) if self._wide else contextlib.nullcontext()
-
-
-def lost_in_transfer(error: BaseException) -> bool:
-    """Tells whether an error says that the other process of a transfer was missing.
-
-    Example:
-        >>> lost_in_transfer(RuntimeError("INTERNAL: SocketServer: Connection closed"))
-        True
-    """
-    words = "SocketServer", "recv()", "while transferring"
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+        """Copies arrays: JAX does not say when it has read those that it is given."""
+        own = self._leaving.of(arrays)
+        return jax.device_put(own, [t.sharding for t in self._leaving.types], may_alias=False)

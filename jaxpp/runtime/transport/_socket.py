@@ -6,16 +6,17 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import Home, is_ready
+from jaxpp.runtime.arrays import Home, is_ready, spans
 from jaxpp.runtime.transport._buffers import BufferPool
 from jaxpp.runtime.transport._connections import Connections, Peer
-from jaxpp.runtime.transport._errors import NotComputed, TransportError
+from jaxpp.runtime.transport._errors import NotComputed, TransportError, lost_in_jax
 from jaxpp.runtime.transport._frames import (
     SMALL,
     Bytes,
@@ -26,24 +27,18 @@ from jaxpp.runtime.transport._frames import (
     send_some,
     to_send,
 )
-from jaxpp.runtime.transport._handshake import Addresses, Kind, start
+from jaxpp.runtime.transport._handshake import Addresses, SocketKind, start
 from jaxpp.runtime.transport._near import Near
 from jaxpp.runtime.transport._pull import Puller, Pulls
-from jaxpp.runtime.transport._puts import Puts, lost_in_transfer
+from jaxpp.runtime.transport._puts import Puts
 
-#: The ways of arrays between ranks: over connections of some kind, or by JAX's transfers.
-Transport = Literal["auto", "unix", "tcp", "jax"]
 #: The memory of this host; no message has more bytes.
 MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Outgoing:
-    """A message to another process, and what makes its bytes.
-
-    Once the values of its arrays have been read, it has none any more, but the pieces of its bytes
-    that have not been written yet.
-    """
+    """A message to another process: its arrays; then the pieces of its bytes yet to be written."""
 
     header: Header
     arrays: list[Any]
@@ -86,7 +81,7 @@ class SocketTransport:
         secret: bytes,
         *,
         address: str | None = None,
-        kind: Kind = "auto",
+        kind: SocketKind = "auto",
         pulls: Pulls | None = None,
         puts: Puts | None = None,
         run_ahead: int = 2,
@@ -97,14 +92,14 @@ class SocketTransport:
         #: Records the times of messages, where it is not None: see `trace.Recorder`.
         self.recorder: Any = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
-        self.on_failure: Callable[[BaseException], None] | None = None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
         #: The way of arrays between ranks of this process.
         self.near = Near(self.homes)
         self._pulls, self._run_ahead, self._pool = pulls, run_ahead, BufferPool()
         self._puts = puts
-        #: What makes the arrays of messages, by their program and tag.
-        self._unpackers: dict[tuple[int, int], Unpacker | Puller] = {}
-        self._late: set[tuple[int, int]] = set()
+        #: For each program what makes the arrays of its messages, by their tags.
+        self._unpackers: dict[int, dict[int, Unpacker | Puller]] = defaultdict(dict)
+        self._late: dict[int, set[int]] = defaultdict(set)
         self._call, self._program = 0, 0
         #: The recorder for which a thread reads.
         self._told: Any = None
@@ -120,10 +115,8 @@ class SocketTransport:
     def connect(self, peers: Mapping[int, Addresses]) -> None:
         """Connects to the processes before this one; those behind it connect to this one.
 
-        Once it has returned in all processes, they are connected. None listens any more then.
-
-        Args:
-            peers: the addresses of all ranks; those of one process are the same.
+        Once it has returned in all processes, they are connected, and none listens any more. The
+        ranks of one process have the same addresses.
 
         Raises:
             PeerLost: a process is gone.
@@ -147,7 +140,7 @@ class SocketTransport:
     def take(self, connections: Connections, peer: Peer, found: Read) -> None:
         """Puts a message into the mail; one of another size than the program has, as it came."""
         header = found.header
-        unpack = self._unpackers.get((header.program, header.tag))
+        unpack = self._unpackers.get(header.program, {}).get(header.tag)
         if unpack is None or not unpack.at_once or unpack.nbytes != header.nbytes:
             connections.mail[header.key] = found
             return
@@ -180,32 +173,30 @@ class SocketTransport:
     ) -> None:
         """Registers the messages that these ranks send and receive in a program.
 
-        Arrays of large registered messages are made as they come in. Those of other messages are
-        made on the thread that receives them. What is sent under a `late` tag is copied first: a
-        computation may take its memory before it has left. The `transfers` are those of all
-        processes, in their order, where `jax.device_put` moves them.
+        Arrays of large registered messages are made as they come in, all others on the thread that
+        receives them. What is sent under a `late` tag is copied first: a computation may take its
+        memory before it has left. `transfers` are those of all processes, in order, for `Puts`.
         """
         if self._puts is not None:
             self._puts.expect(transfers, program)
-        self._late |= {(program, tag) for tag in late}
+        self._late[program].update(late)
         for message in messages:
             if message.source in self.homes and message.target in self.homes:
                 continue
             unpack = Unpacker.of(message, self._home(message))
             if self._pulls is not None and unpack.at_once:
                 unpack = Puller(message, self._home(message), self._pulls)
-            self._unpackers[program, message.tag] = unpack
+            self._unpackers[program][message.tag] = unpack
 
     def forget(self, program: int) -> None:
         """Forgets the messages of a program."""
-        for key in [k for k in self._unpackers if k[0] == program]:
-            del self._unpackers[key]
-        self._late = {key for key in self._late if key[0] != program}
+        self._unpackers.pop(program, None)
+        self._late.pop(program, None)
         if self._puts is not None:
             self._puts.forget(program)
 
     def _unpacker(self, message: Message) -> Unpacker | Puller:
-        known = self._unpackers.get((self._program, message.tag))
+        known = self._unpackers.get(self._program, {}).get(message.tag)
         return known or Unpacker.of(message, self._home(message))
 
     def _home(self, message: Message) -> Home:
@@ -229,9 +220,8 @@ class SocketTransport:
         Raises:
             PeerLost: if that rank is gone.
             Aborted: if the transport was aborted, or an earlier value could not be computed.
-            TransportError: if that rank is not connected.
         """
-        connections, late = self.connections, (self._program, message.tag) in self._late
+        connections, late = self.connections, message.tag in self._late.get(self._program, ())
         if message.target in self.homes:
             connections.check()
             self.near.send(arrays, message, late=late)
@@ -240,8 +230,7 @@ class SocketTransport:
             connections.check()
             begun = time.monotonic_ns()
             self._puts.send(arrays, message)
-            if self.recorder is not None:
-                self.recorder.sent(self._call, message, begun, time.monotonic_ns())
+            self._note(True, self._call, message, begun)
             return
         peer, unpack = connections.reach(message.target), self._unpacker(message)
         if late:
@@ -254,6 +243,12 @@ class SocketTransport:
                 return
         connections.put(item, peer)
 
+    def _note(self, sent: bool, call: int, message: Message, start: int, end: int = 0) -> None:
+        """Tells a recorder when a message was sent, or received; until now, if no end is given."""
+        if (recorder := self.recorder) is not None:
+            note = recorder.sent if sent else recorder.received
+            note(call, message, start, end or time.monotonic_ns())
+
     def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
         """Returns what `Near.copies_of` does; None for a message to another process."""
         return self.near.copies_of(message) if message.target in self.homes else None
@@ -265,10 +260,8 @@ class SocketTransport:
             item.start_ns, item.pieces = time.monotonic_ns(), pieces
         with contextlib.suppress(BlockingIOError):
             while item.pieces:
-                send_some(peer.link.connection, item.pieces, flags)
-            if self.recorder is not None:
-                now = time.monotonic_ns()
-                self.recorder.sent(item.header.call, item.message, item.start_ns, now)
+                send_some(peer.reader.connection, item.pieces, flags)
+            self._note(True, item.header.call, item.message, item.start_ns)
 
     def _values(self, item: Outgoing) -> list[Bytes]:
         """Waits for the values of a message; returns their bytes."""
@@ -309,7 +302,7 @@ class SocketTransport:
             arrays = self._puts.receive(message, connections.check)
             if self.recorder is not None:
                 jax.block_until_ready(arrays)
-                self.recorder.received(self._call, message, begun, time.monotonic_ns())
+            self._note(False, self._call, message, begun)
             return arrays
         if connections.unsent > self._run_ahead:
             connections.wait(lambda: connections.unsent <= self._run_ahead)
@@ -327,8 +320,7 @@ class SocketTransport:
                 f"{message.tag}, and {header.nbytes} came from rank {header.source}; the ranks "
                 f"run different programs."
             )
-        if self.recorder is not None:
-            self.recorder.received(self._call, message, begun, end)
+        self._note(False, self._call, message, begun, end)
         return data if isinstance(data, list) else unpack(data)
 
     def settle(self, arrays: list[Any]) -> None:
@@ -342,11 +334,7 @@ class SocketTransport:
             connections.wait(lambda: not connections.reading(arrays))
 
     def flush(self) -> None:
-        """Waits until all messages have left.
-
-        Raises:
-            Aborted: if the transport was aborted, or a value to send could not be computed.
-        """
+        """Waits until all messages have left; raises `Aborted` as `receive` does."""
         connections = self.connections
         connections.wait(lambda: not connections.unsent)
         connections.check()
@@ -362,25 +350,14 @@ class SocketTransport:
 
     def is_echo(self, error: BaseException) -> bool:
         """Tells whether an error of a computation says that another process has failed."""
-        return self._puts is not None and lost_in_transfer(error)
-
-    def failed(self, error: BaseException) -> None:
-        """Tells of an error."""
-        if self.on_failure is not None:
-            self.on_failure(error)
+        several = self._puts is not None or any(map(spans, self.homes.values()))
+        return several and lost_in_jax(error)
 
     def reset(self, epoch: int) -> None:
         """Starts afresh after a failure, without connections; drops messages on their way.
 
         Abort all ranks before the first one is reset. Else a rank would take the end of its
-        connections for the loss of a rank. Reset all before the first one connects.
-
-        Args:
-            epoch: a number that has not been used; the same on all ranks.
-
-        Raises:
-            ValueError: the epoch has been used.
-            OSError: this process cannot listen.
+        connections for the loss of a rank. Reset all to the same unused epoch before one connects.
         """
         used = self.connections.epoch
         if self._closed or epoch <= used:

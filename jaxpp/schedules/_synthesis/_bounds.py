@@ -61,13 +61,11 @@ _RECENT = 6
 
 @dataclass(frozen=True)
 class _Ops:
-    """The problem for one microbatch, the cheapest, as the proofs need it."""
+    """The problem for one microbatch, the cheapest; an op has a greater number than its inputs."""
 
     time: list[float]
     inputs: list[list[tuple[int, float]]]
     readers: list[list[tuple[int, float]]]
-    #: The ops in topological order: each comes after its inputs.
-    sorted: list[int]
     #: For each op, the ops of its rank that must come before it, and those after it.
     before: list[list[int]]
     after: list[list[int]]
@@ -143,13 +141,9 @@ def _ops(problem: Problem) -> _Ops:
     time = [min(problem.time[op * m : op * m + m]) for op in range(count)]
     change = [min(problem.change[op * m : op * m + m]) for op in range(count)]
     inputs = [[(need, min(delays)) for need, delays in own] for own in problem.inputs]
-    readers: list[list[tuple[int, float]]] = [[] for _ in range(count)]
-    for op, pairs in enumerate(inputs):
-        for need, delay in pairs:
-            readers[need].append((op, delay))
-    order = _topological(inputs, readers)
+    readers = [[(reader, min(delays)) for reader, delays in own] for own in problem.outputs]
     ancestors: list[set[int]] = [set() for _ in range(count)]
-    for op in order:
+    for op in range(count):
         for need, _ in inputs[op]:
             ancestors[op] |= ancestors[need] | {need}
     rank = problem.op_rank
@@ -161,7 +155,7 @@ def _ops(problem: Problem) -> _Ops:
         if kind is Kind.F and change[op] > 0:
             frees[op] = _freed_by(problem, at, change, op, stage)
     chains = [_chains(problem, change, r) for r in range(problem.num_ranks)]
-    return _Ops(time, inputs, readers, order, before, after, frees, change, chains)
+    return _Ops(time, inputs, readers, before, after, frees, change, chains)
 
 
 def _chains(problem: Problem, change: Sequence[float], rank: int) -> list[list[int]]:
@@ -188,9 +182,9 @@ def _direction(problem: Problem, ops: _Ops, sign: int) -> _Direction:
         for own in problem.rank_ops
     ]
     if sign > 0:
-        rules = ops.sorted, ops.inputs, ops.frees, [_before(ops, op) for op in count]
+        rules = count, ops.inputs, ops.frees, [_before(ops, op) for op in count]
     else:
-        rules = ops.sorted[::-1], ops.readers, freed, [_after(ops, freed, op) for op in count]
+        rules = count[::-1], ops.readers, freed, [_after(ops, freed, op) for op in count]
     return _Direction(sign, *rules, frees, _excess(problem, ops, rules[-1], frees, sign))
 
 
@@ -309,17 +303,6 @@ def _freed_by(
     return frees
 
 
-def _topological(inputs: Sequence, readers: Sequence) -> list[int]:
-    missing = [len(pairs) for pairs in inputs]
-    order = [op for op, count in enumerate(missing) if not count]
-    for op in order:
-        for reader, _ in readers[op]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                order.append(reader)
-    return order
-
-
 def _earliest(
     problem: Problem, ops: _Ops, direction: _Direction, rank: int | None
 ) -> list[list[float]]:
@@ -428,7 +411,7 @@ def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
 def _longest(ops: _Ops, first: int, last: int) -> float:
     """Returns the time from the start of an op to the end of another, for one microbatch."""
     ends = {first: ops.time[first]}
-    for op in ops.sorted:
+    for op in range(first, len(ops.time)):
         arrivals = [ends[need] + delay for need, delay in ops.inputs[op] if need in ends]
         if arrivals and op != first:
             ends[op] = max(arrivals) + ops.time[op]

@@ -14,8 +14,6 @@ from jaxpp.schedules.simulator import Problem, evaluate
 
 #: The steps in the longest time, where times are not whole numbers of a longer step.
 _STEPS = 1000
-
-
 #: The workers of the solver.
 _WORKERS = 8
 
@@ -122,22 +120,16 @@ def _model(model: Any, whole: Problem, problem: Problem, horizon: int) -> tuple[
 
 
 def _limit_memory(
-    model: Any,
-    problem: Problem,
-    rank: int,
-    tasks: Sequence[int],
-    starts: Sequence[Any],
-    floor: Sequence[int],
+    model: Any, problem: Problem, rank: int, tasks: Sequence[int], starts: Any, time: Any
 ) -> None:
+    """Lets a rank hold no more than its limit, in whole numbers of a millionth of a change."""
     if problem.limits[rank] == math.inf:
         return
-    unit = max(map(abs, problem.change)) / 10**6
     whole = all(float(problem.change[n]).is_integer() for n in tasks)
-    unit = 1.0 if whole else unit
+    unit = 1.0 if whole else max(map(abs, problem.change)) / 10**6
     changes = [math.floor(problem.change[n] / unit) for n in tasks]
     times = [
-        starts[n] if change > 0 else starts[n] + floor[n]
-        for n, change in zip(tasks, changes, strict=True)
+        starts[n] + (0 if change > 0 else time[n]) for n, change in zip(tasks, changes, strict=True)
     ]
     least = sum(change for change in changes if change < 0)
     most = math.floor(problem.limits[rank] / unit + 1e-6)

@@ -5,6 +5,7 @@ first gap of its rank that it fits. So idle time that a table has in many places
 together, and is lost at an end (Li and Willis, 1992; Valls, Ballestin and Quintanilla, 2005).
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -40,18 +41,17 @@ class Justifier:
         """
         best, found = times.value, [list(order) for order in orders]
         ends: Sequence[float] = times.ends
-        while True:
+        last = math.inf
+        while best < (1 - 1e-9) * last:
             last = best
             for forward in (False, True):
                 made, ends = self._pass(ends, forward)
-                if not made or not self.problem.fits(made):
-                    return found
-                if (after := evaluate(self.problem, made)) is None:
+                after = evaluate(self.problem, made) if made and self.problem.fits(made) else None
+                if after is None:
                     return found
                 if after.value < best:
                     best, found = after.value, made
-            if best >= last - 1e-9 * last:
-                return found
+        return found
 
     def _pass(self, ends: Sequence[float], forward: bool) -> tuple[list[list[int]], list[float]]:
         """Moves tasks to the front or to the back; gives orders, or none if it fails, and ends."""

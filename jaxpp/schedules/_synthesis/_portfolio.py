@@ -6,12 +6,13 @@ import math
 import random
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._table import Table, Task, chain
-from jaxpp.schedules.simulator import Orders, Problem, Rule, Times
+from jaxpp.schedules._table import Table, chain
+from jaxpp.schedules.simulator import Problem, Rule
 
 
 def catalogue_tables(
@@ -89,34 +90,14 @@ def _variants(
             continue
 
 
-def split(problem: Problem, table: Table) -> list[list[int]]:
-    """Returns the orders of a table; splits whole backwards where the problem has halves."""
-    if problem.splits:
-        ranks = []
-        for order in table.ranks:
-            halves: list[Task] = []
-            for task in order:
-                if task.kind is Kind.B:
-                    halves += [dataclasses.replace(task, kind=k) for k in (Kind.I, Kind.W)]
-                else:
-                    halves.append(task)
-            ranks.append(tuple(halves))
-        table = dataclasses.replace(table, ranks=tuple(ranks))
-    return problem.to_orders(table)
-
-
 def one_at_a_time(problem: Problem) -> list[list[int]]:
     """Returns orders that end each microbatch before the next one: no others hold less."""
-    m = problem.num_microbatches
-    count = len(problem.ops)
-    sequence: list[int] = []
-    placed = [False] * count
-    needs = [{need for need, _ in own} for own in problem.inputs]
+    m, sequence = problem.num_microbatches, []
     # Weight gradients first, as they free the most; then backwards, which need all forwards.
-    urgent = sorted(range(count), key=lambda op: (-"FBIW".index(problem.ops[op][0]), op))
-    while len(sequence) < count:
-        op = next(op for op in urgent if not placed[op] and all(placed[need] for need in needs[op]))
-        placed[op] = True
+    left = sorted(range(len(problem.ops)), key=lambda op: (-"FBIW".index(problem.ops[op][0]), op))
+    while left:
+        op = next(op for op in left if not any(need in left for need, _ in problem.inputs[op]))
+        left.remove(op)
         sequence.append(op)
     return [
         [op * m + i for i in range(m) for op in sequence if problem.op_rank[op] == rank]
@@ -156,18 +137,18 @@ class Rules:
         far = 10 * self.trip + self.problem.num_microbatches * self.period * 4
         kinds = [kind for kind, _ in self.problem.ops]
 
-        def by_kind(**at: float) -> list[float]:
-            return [h + far * at[kind] for h, kind in zip(self.head, kinds, strict=True)]
+        def shifted(times: Sequence[float], **by: float) -> list[float]:
+            return [t + far * by.get(kind, 0) for t, kind in zip(times, kinds, strict=True)]
 
-        last = {Kind.W: far}
+        late = [far if k is Kind.W else -t for t, k in zip(self.tail, kinds, strict=True)]
         return [
-            by_kind(F=0, I=-1, B=-1, W=1),
-            by_kind(F=0, I=-1, B=-1, W=-2),
-            by_kind(F=-1, I=0, B=0, W=1),
-            [h + last.get(kind, 0.0) for h, kind in zip(self.head, kinds, strict=True)],
-            [last.get(kind, -t) for t, kind in zip(self.tail, kinds, strict=True)],
+            shifted(self.head, I=-1, B=-1, W=1),
+            shifted(self.head, I=-1, B=-1, W=-2),
+            shifted(self.head, F=-1, W=1),
+            shifted(self.head, W=1),
+            late,
             list(self.head),
-            [h if kind is Kind.F else h - far for h, kind in zip(self.head, kinds, strict=True)],
+            shifted(self.head, I=-1, B=-1, W=-1),
         ]
 
     def _windows(self) -> list[list[float]]:
@@ -185,17 +166,8 @@ class Rules:
         """Makes a rule of the grid; `slack` is that of the target, in times of the longest task."""
         target = self.bound + slack * self.longest
         idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
-        return self._rule(self.plans[plan], self.period, self.windows[window], idle, patience)
-
-    def _rule(
-        self,
-        offsets: Sequence[float],
-        period: float,
-        in_flight: Sequence[float] = (),
-        idle: Sequence[float] = (),
-        patience: float = 1.0,
-    ) -> Rule:
-        return Rule(offsets, [period] * len(offsets), in_flight, idle, patience)
+        periods = [self.period] * len(self.time)
+        return Rule(self.plans[plan], periods, self.windows[window], idle, patience)
 
     def grid(self) -> list[Rule]:
         """Returns the grid of rules, the most promising first."""
@@ -225,21 +197,17 @@ class Rules:
                 at[kind] + (sign if kind is Kind.F else 1) * h
                 for h, kind in zip(self.head, kinds, strict=True)
             ]
-            rules.append(self._rule(offsets, period))
+            rules.append(Rule(offsets, [period] * len(offsets), patience=1.0))
         return rules
 
-    def replanned(self, orders: Orders, times: Times) -> Rule:
-        """Makes a rule whose plan repeats the middle of a table, as a building block."""
-        m = self.problem.num_microbatches
-        starts, ends = times.starts, times.ends
-        period = max(
-            (starts[op * m + m - 1] - starts[op * m]) / max(m - 1, 1)
-            for op in range(len(self.time))
-        )
-        offsets = [starts[op * m + m // 2] - m // 2 * period for op in range(len(self.time))]
-        target = max(ends[order[-1]] for order in orders)
+    def replanned(self, found: Any) -> Rule:
+        """Makes a rule whose plan repeats the middle of what was found, as a building block."""
+        m, starts, ops = self.problem.num_microbatches, found.times.starts, range(len(self.time))
+        period = max((starts[op * m + m - 1] - starts[op * m]) / max(m - 1, 1) for op in ops)
+        offsets = [starts[op * m + m // 2] - m // 2 * period for op in ops]
+        target = max(found.times.ends[order[-1]] for order in found.orders)
         idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
-        return self._rule(offsets, period, (), idle, 1.0)
+        return Rule(offsets, [period] * len(offsets), (), idle, 1.0)
 
     def near(self, rule: Rule, choose: random.Random) -> Rule:
         """Makes a rule from another one, with some of its numbers changed at random."""
@@ -262,24 +230,16 @@ class Rules:
             case _:
                 patience = choose.choice((0.5, 1.0, 2.0, math.inf))
                 period *= choose.choice((0.98, 1.0, 1.02))
-        return self._rule(offsets, period, window, idle, patience)
+        return Rule(offsets, [period] * len(offsets), window, idle, patience)
 
 
 def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:
     """Returns for each op the earliest start and the time to the end, for one microbatch alone."""
-    count = len(problem.ops)
-    inputs = [[(need, delays[0]) for need, delays in own] for own in problem.inputs]
-    head, tail = [0.0] * count, [0.0] * count
-    for _ in range(count):
-        changed = False
-        for op in range(count):
-            for need, delay in inputs[op]:
-                at = head[need] + time[need] + delay
-                if at > head[op]:
-                    head[op], changed = at, True
-                at = tail[op] + time[op] + delay
-                if at > tail[need]:
-                    tail[need], changed = at, True
-        if not changed:
-            break
+    head, tail = [0.0] * len(time), [0.0] * len(time)
+    for op, readers in enumerate(problem.outputs):  # an op comes after those that it waits for
+        for reader, delays in readers:
+            head[reader] = max(head[reader], head[op] + time[op] + delays[0])
+    for op in reversed(range(len(time))):
+        for reader, delays in problem.outputs[op]:
+            tail[op] = max(tail[op], tail[reader] + time[reader] + delays[0])
     return head, [t + own for t, own in zip(tail, time, strict=True)]

@@ -125,8 +125,7 @@ class Search:
     def _list_schedules(self, rules: Rules, known: Sequence[Found]) -> None:
         grid = [(f"list schedule, rule {n}", rule) for n, rule in enumerate(rules.grid())]
         for start in known:
-            replanned = rules.replanned(start.orders, start.times)
-            grid.append((f"list schedule, as {start.source}", replanned))
+            grid.append((f"list schedule, as {start.source}", rules.replanned(start)))
         for source, rule in grid:
             if self.over:
                 return
@@ -140,10 +139,8 @@ class Search:
                 return
             start = choose.choice(ruled)
             assert start.rule is not None
-            if choose.random() < 0.1:
-                rule = rules.replanned(start.orders, start.times)
-            else:
-                rule = rules.near(start.rule, choose)
+            again = choose.random() < 0.1
+            rule = rules.replanned(start) if again else rules.near(start.rule, choose)
             self.add("list schedule, near another rule", self._list_schedule(rule), rule)
 
     def _list_schedule(self, rule: Rule) -> list[list[int]] | None:

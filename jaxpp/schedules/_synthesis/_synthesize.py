@@ -5,7 +5,7 @@ import math
 import time
 import typing
 from collections.abc import Iterator, Sequence
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._check import check
@@ -16,11 +16,13 @@ from jaxpp.schedules._simulation import Timeline, simulate
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
 from jaxpp.schedules._synthesis._fitting import fitted, offloads_to_fit
-from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time, split
+from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time
 from jaxpp.schedules._synthesis._problem import make_problem
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Table, Task
 from jaxpp.schedules.simulator import Objective, Problem
+
+_Model = TypeVar("_Model", Costs, Memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,10 +194,10 @@ class _Case:
         whole = self.costs.backward is None and self.memory.backward is None
         return self.split_backward and not whole
 
-    def _problem(self, split: bool, costs: Costs | None = None, memory: Memory | None = None):
+    def _problem(self, split: bool) -> Problem:
         return make_problem(
-            costs or self.costs, self.placement, self.num_microbatches, memory or self.memory,
-            self.limits, self.objective, self.graph, split,
+            self.costs, self.placement, self.num_microbatches, self.memory, self.limits,
+            self.objective, self.graph, split,
         )  # fmt: skip
 
     def _searched(
@@ -206,12 +208,12 @@ class _Case:
         _check_feasible(problems, self.limits)
         bound = lower_bound(problems[0])
         if self._has_both:
-            least = self._problem(True, _least_costs(self.costs), _least_memory(self.memory))
-            bound = lower_bound(least)
+            least = dataclasses.replace(self, costs=_least(self.costs), memory=_least(self.memory))
+            bound = lower_bound(least._problem(True))
         found, exact, seed = [], options.get("exact", 0.0), options.get("seed", 0)
         for problem in problems:
             search = Search(problem, bound, deadline)
-            given = [(name, split(problem, table)) for name, table in tables
+            given = [(name, problem.to_orders(table)) for name, table in tables
                      if problem.splits or not table.splits_backward]  # fmt: skip
             search.run(given, options.get("evaluations", 2000), seed)
             if exact > 0 and not search.over:
@@ -318,33 +320,16 @@ def _fits(peaks: Sequence[float], limits: Sequence[float]) -> bool:
     return all(peak <= limit + 1e-9 * abs(limit) for peak, limit in zip(peaks, limits, strict=True))
 
 
-def _least_costs(costs: Costs) -> Costs:
-    """Makes costs of halves whose sum is no more than that of the halves, nor the whole's."""
+def _least(model: _Model) -> _Model:
+    """Makes costs, or changes of memory, by halves: together no more than these or the whole."""
 
     def of(task: Task, kind: Kind) -> float:
-        return costs.of(dataclasses.replace(task, kind=kind))
-
-    def first(task: Task) -> float:
-        return min(of(task, Kind.I), of(task, Kind.B))
-
-    return dataclasses.replace(
-        costs,
-        input_grad=first,
-        weight_grad=lambda task: min(of(task, Kind.W), of(task, Kind.B) - first(task)),
-        backward=None,
-    )
-
-
-def _least_memory(memory: Memory) -> Memory:
-    """Makes changes by halves whose sum is no more than that of the halves, nor the whole's."""
-
-    def of(task: Task, kind: Kind) -> float:
-        return memory.of(dataclasses.replace(task, kind=kind))
+        return model.of(dataclasses.replace(task, kind=kind))
 
     def first(task: Task) -> float:
         return min(of(task, Kind.I), max(of(task, Kind.B), 0.0))
 
-    def second(task: Task) -> float:
+    def rest(task: Task) -> float:
         return min(of(task, Kind.I) + of(task, Kind.W), of(task, Kind.B)) - first(task)
 
-    return dataclasses.replace(memory, input_grad=first, weight_grad=second, backward=None)
+    return dataclasses.replace(model, input_grad=first, weight_grad=rest, backward=None)

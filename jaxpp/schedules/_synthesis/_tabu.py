@@ -46,7 +46,7 @@ def escape(
     seed: int,
     deadline: float = math.inf,
 ) -> tuple[float, list[list[int]]]:
-    """Improves orders by tabu search: as `improve`, but with a number of steps."""
+    """Improves orders by so many steps of tabu search; returns the best value, and its orders."""
     choose = random.Random(seed)
     now = [list(order) for order in orders]
     times = evaluate(problem, now)
@@ -153,37 +153,25 @@ def _shifted(
     to: int,
     waits: Callable[[int, int], bool],
 ) -> tuple[int, list[int]] | None:
-    """Moves a task towards a place, as far as the rank's dependencies allow, and `waits`.
+    """Moves a task towards a place, as far as the rank's dependencies and memory allow.
 
     `waits` tells whether, by way of other ranks, the second of two tasks is after the first.
-
-    Returns:
-      The first place that changes, and what is to be there and behind it; None where nothing may
-      change, or the rank would hold too much.
+    Returns the first place that changes, and what is to be there and behind it.
     """
     m, local = problem.num_microbatches, problem.local
-    n = order[at]
+    n, stop, ahead = order[at], at, to < at
     op, i = divmod(n, m)
-    if to < at:
-        stop = at
-        while stop > to:
-            other, j = divmod(order[stop - 1], m)
-            if other == op or (j == i and other in local[op]) or waits(order[stop - 1], n):
-                break
-            stop -= 1
-        low, high = stop, at
-        segment = [n, *order[low:high]]
-    else:
-        stop = at
-        while stop < to:
-            other, j = divmod(order[stop + 1], m)
-            if other == op or (j == i and op in local[other]) or waits(n, order[stop + 1]):
-                break
-            stop += 1
-        low, high = at, stop
-        segment = [*order[low + 1 : high + 1], n]
+    while stop != to:
+        near = order[stop - 1 if ahead else stop + 1]
+        other, j = divmod(near, m)
+        bound = j == i and (other in local[op] if ahead else op in local[other])
+        if other == op or bound or (waits(near, n) if ahead else waits(n, near)):
+            break
+        stop += -1 if ahead else 1
+    low, high = min(stop, at), max(stop, at)
     if low == high:
         return None
+    segment = [n, *order[low:high]] if ahead else [*order[low + 1 : high + 1], n]
     change, limit = problem.change, problem.limits[rank]
     if limit < math.inf:
         held = math.fsum(change[k] for k in order[:low])

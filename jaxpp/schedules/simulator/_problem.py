@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules._table import Table, Task, chain
 from jaxpp.schedules.simulator._run import run
 
 #: The value to minimise: `"wall"`, the makespan, or `"span"`, the longest span of a rank.
@@ -114,18 +114,19 @@ class Problem:
         return dataclasses.replace(self.table, ranks=ranks)
 
     def to_orders(self, table: Table) -> list[list[int]]:
-        """Returns the numbers of a table's tasks."""
+        """Returns the numbers of a table's tasks; those of its halves for a whole backward."""
         at = {op: n for n, op in enumerate(self.ops)}
-        m, directions = self.num_microbatches, table.direction_of
+        directions, orders = table.direction_of, []
         which = [directions[:i].count(own) for i, own in enumerate(directions)]
-        return [
-            [
-                at[t.kind, directions[t.microbatch] * table.num_stages + t.stage] * m
-                + which[t.microbatch]
-                for t in order
-            ]
-            for order in table.ranks
-        ]
+        for order in table.ranks:
+            orders.append([])
+            for task in order:
+                stage = directions[task.microbatch] * table.num_stages + task.stage
+                whole = (task.kind, stage) in at
+                for kind in (task.kind,) if whole else map(Kind, task.kind.parts):
+                    op = at[kind, stage]
+                    orders[-1].append(op * self.num_microbatches + which[task.microbatch])
+        return orders
 
     def fits(self, orders: Orders) -> bool:
         """Tells whether no rank holds more than its limit."""
@@ -149,6 +150,46 @@ class Problem:
         if self.objective == "wall":
             return max(ends[order[-1]] for order in orders)
         return max(ends[order[-1]] - starts[order[0]] for order in orders)
+
+
+@functools.lru_cache(maxsize=512)
+def shape_of(
+    stages: int,
+    directions: int,
+    microbatches: int,
+    graph: tuple[tuple[int, ...], ...] | None,
+    splits: bool,
+) -> tuple[Table, list[tuple[Kind, int]], list[list[int]]]:
+    """Returns what problems of a size have in common.
+
+    Args:
+      stages: the number of stages.
+      directions: the number of directions.
+      microbatches: their number, in all directions together.
+      graph: for each stage the stages that it reads from; None for a chain.
+      splits: whether backwards are in halves.
+
+    Returns:
+      A table without orders, the ops, and for each op those that wait for it.
+    """
+    count = stages * directions
+    last = (2 + splits) * count - 1  # of a backward's end; stages go back from it
+    kinds = (Kind.I, Kind.W) if splits else (Kind.B,)
+    ops = [(Kind.F, stage) for stage in range(count)]
+    ops += [(kind, stage) for kind in kinds for stage in reversed(range(count))]
+    readers: list[list[int]] = [[] for _ in ops]
+    for forward in range(count):
+        first, stage = forward - forward % stages, forward % stages
+        back = 2 * count - 1 - forward
+        for source in (graph or chain(stages))[stage]:
+            readers[first + source].append(forward)
+            readers[back].append(2 * count - 1 - first - source)
+        readers[forward].append(back)
+        if splits:
+            readers[back].append(last - forward)
+    turns = tuple(n % directions for n in range(microbatches))
+    placement = ((0,) * stages,) * directions
+    return Table((), stages, microbatches, placement, graph, direction_of=turns), ops, readers
 
 
 @dataclasses.dataclass(frozen=True)

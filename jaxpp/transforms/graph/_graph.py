@@ -6,6 +6,7 @@ not make it gets a send right after it is made and a receive right before its fi
 slot is freed after its last use.
 """
 
+import collections
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from jaxpp._specs import Spec, replicated
 from jaxpp.jaxprs import Aval
 from jaxpp.schedules import Task
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.inside import propagate, with_specs
+from jaxpp.transforms.inside import propagate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -139,7 +140,7 @@ def lower(step: Step, graph: TaskGraph, specs: Mapping[Value, Spec]) -> Bundle:
     """
     uses = _Uses(graph)
     routes = _routes(uses)
-    numbers, computations = _computations(step, uses, specs)
+    numbers, computations = _computations(uses, specs)
     sends, receives = _messages(routes, specs)
     end = len(graph.tasks)
     writers = [_ProgramWriter(rank, uses) for rank in range(len(graph.stages))]
@@ -248,50 +249,45 @@ def _messages(routes, specs: Mapping[Value, Spec]):
     return sends, receives
 
 
-def _computations(
-    step: Step, uses: _Uses, specs: Mapping[Value, Spec]
-) -> tuple[list[int], list[Computation]]:
+def _computations(uses: _Uses, specs: Mapping[Value, Spec]) -> tuple[list[int], list[Computation]]:
     """Numbers the computations of the tasks, equal ones once; also gives each task's number."""
     found: dict[Hashable, int] = {}
     computations: list[Computation] = []
     numbers = []
     for index, task in enumerate(uses.graph.tasks):
-        donated = task.body.donated
-        if donated is None:
-            donated = _unread(index, task, uses)
         in_specs, out_specs = (
             tuple(specs[v] for v in values) if specs else ()
             for values in (task.inputs, task.outputs)
         )
-        key = task.body, donated, in_specs, out_specs
+        key = task.body, _donated(index, task, uses, specs), in_specs, out_specs
         if key not in found:
             found[key] = len(computations)
             jaxpr = jaxprs.without_devices(task.body.jaxpr)
-            computation = Computation(task.body.name, jaxpr, donated)
-            if step.inside is not None:
-                computation = with_specs(computation, in_specs, out_specs)
-            computations.append(computation)
+            computations.append(Computation(task.body.name, jaxpr, *key[1:]))
         numbers.append(found[key])
     return numbers, computations
 
 
-def _unread(index: int, task: GraphTask, uses: _Uses) -> tuple[int, ...]:
-    """Finds the inputs of a task that nothing reads later and whose memory an output can take."""
-    wanted: dict[Any, int] = {}
-    for value in task.outputs:
-        kind = value.aval.shape, value.aval.dtype, _compat.memory_kind(value.aval)
-        wanted[kind] = wanted.get(kind, 0) + 1
-    taken = []
-    for i, value in enumerate(task.inputs):
-        kind = value.aval.shape, value.aval.dtype, _compat.memory_kind(value.aval)
-        if (
-            uses.last[task.rank, value] == index
-            and (task.rank, value) not in uses.kept
-            and (value.argument is None or value.argument.donated)
-            and value.constant is None
-            and wanted.get(kind, 0) > 0
-        ):
-            wanted[kind] -= 1
+def _donated(
+    index: int, task: GraphTask, uses: _Uses, specs: Mapping[Value, Spec]
+) -> tuple[int, ...]:
+    """Finds the inputs of a task whose memory outputs take, which are of their types and specs."""
+
+    def kind(value: Value) -> Hashable:
+        memory = _compat.memory_kind(value.aval)
+        return value.aval.shape, value.aval.dtype, memory, specs.get(value)
+
+    def is_unread(value: Value) -> bool:
+        is_ours = value.argument is None or value.argument.donated
+        is_last = uses.last[task.rank, value] == index and (task.rank, value) not in uses.kept
+        return is_last and is_ours and value.constant is None
+
+    wanted, taken = collections.Counter(map(kind, task.outputs)), []
+    given = task.body.donated
+    for i in range(len(task.inputs)) if given is None else given:
+        value = task.inputs[i]
+        if wanted[kind(value)] > 0 and (given is not None or is_unread(value)):
+            wanted[kind(value)] -= 1
             taken.append(i)
     return tuple(taken)
 

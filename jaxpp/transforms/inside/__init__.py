@@ -2,7 +2,6 @@
 
 from jaxpp.transforms.inside._assign import specs_of_leaves as specs_of_leaves
 from jaxpp.transforms.inside._assign import split_state as split_state
-from jaxpp.transforms.inside._assign import with_specs as with_specs
 from jaxpp.transforms.inside._automatic_axes import automatic as automatic
 from jaxpp.transforms.inside._automatic_axes import trace as trace
 from jaxpp.transforms.inside._batch import cost_of_sharing as cost_of_sharing

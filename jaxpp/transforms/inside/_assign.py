@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from jaxpp import jaxprs
-from jaxpp._program import PIPELINE_AXIS, Computation
+from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import Spec, axes_of, spec_of
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside._shardy import variable_specs
@@ -227,7 +227,7 @@ def _note_gathered(step: Step, whole: Sequence[Spec]) -> Step:
         whole: the spec that each argument had before.
     """
     assert step.inside is not None
-    gathering = [e for e in step.jaxpr.eqns if is_loop(e) and e.params["table"].windows]
+    gathering = [e for e in step.jaxpr.eqns if is_loop(e) and {*"GH"} & e.params["table"].kinds]
     read = jaxprs.variables([v for e in gathering for v in e.invars[: e.params["num_consts"]]])
     if not read:
         return step
@@ -241,32 +241,3 @@ def _note_gathered(step: Step, whole: Sequence[Spec]) -> Step:
         if kept[v] is not None and kept[v] != split[v]
     }
     return dataclasses.replace(step, facts={**step.facts, **facts})
-
-
-# ---- computations -----------------------------------------------------------------------------
-
-
-def with_specs(
-    computation: Computation,
-    in_specs: tuple[Spec, ...],
-    out_specs: tuple[Spec, ...],
-) -> Computation:
-    """Adds specs to a computation; an output takes the memory of an input only if split alike."""
-    jaxpr = computation.jaxpr.jaxpr
-    vacant: dict[Any, int] = {}
-    for v, spec in zip(jaxpr.outvars, out_specs, strict=True):
-        kind = v.aval.shape, v.aval.dtype, spec
-        vacant[kind] = vacant.get(kind, 0) + 1
-    donated = []
-    for i in computation.donated:
-        aval = jaxpr.invars[i].aval
-        kind = aval.shape, aval.dtype, in_specs[i]
-        if vacant.get(kind, 0) > 0:
-            vacant[kind] -= 1
-            donated.append(i)
-    return dataclasses.replace(
-        computation,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        donated=tuple(donated),
-    )

@@ -40,22 +40,23 @@ def trace(
     Raises:
         ValueError: a constraint is over a mesh of its own, or a sum is left `unreduced`.
     """
-    explicit = () if inside is None else explicit_axes(inside)
-    if inside is None or not explicit:
-        traced = jaxprs.trace(fun, types)
-    else:
-        with jax.sharding.use_abstract_mesh(inside):
-            traced = jaxprs.trace(fun, _with_types(types, specs, inside, explicit))
-        jaxpr = with_automatic_axes(traced.jaxpr)
-        traced = dataclasses.replace(traced, jaxpr=jaxpr)
-    check_constraints(traced.jaxpr, inside)
-    return traced
+    with _compat.numbered_errors():
+        if inside is None:
+            traced = jaxprs.trace(fun, types)
+        else:
+            with jax.sharding.use_abstract_mesh(inside):
+                traced = jaxprs.trace(fun, _with_types(types, specs, inside))
+            if explicit_axes(inside):
+                jaxpr = with_automatic_axes(traced.jaxpr)
+                traced = dataclasses.replace(traced, jaxpr=jaxpr)
+        check_constraints(traced.jaxpr, inside)
+        return traced
 
 
-def _with_types(
-    types: Any, specs: Sequence[Spec | None], inside: AbstractMesh, explicit: Sequence[str]
-) -> Any:
+def _with_types(types: Any, specs: Sequence[Spec | None], inside: AbstractMesh) -> Any:
     """Puts into the types of arguments how they are split over the explicit axes of a rank."""
+    if not (explicit := explicit_axes(inside)):
+        return types
     leaves, tree = jtu.tree_flatten(types)
     rest = iter(specs)
 

@@ -46,7 +46,7 @@ def loop_over_slices(
     """
     loop = _Loop(jaxpr, roles, operators, count, replicas)
     # The gradient of a value that a slice carries to the next is known only after the last slice.
-    if CARRY in roles or (not loop.scalars and replicas == 1):
+    if CARRY in roles or not (loop.scalars or loop.chained or replicas > 1):
         return functools.partial(jaxprs.run_compiled, loop.recomputed)
 
     def forward(*primals):

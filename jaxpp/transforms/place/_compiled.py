@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,8 @@ import jax
 import jax.tree_util as jtu
 
 from jaxpp import _compat, jaxprs
-from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program, Run
+from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program, Receive, Run
+from jaxpp._specs import axis_sizes
 from jaxpp.jaxprs import without_mesh
 from jaxpp.transforms._signature import Signature, as_positional
 from jaxpp.transforms._step import Step, changes
@@ -19,11 +22,56 @@ from jaxpp.transforms.initialize import (
     lower_initializer,
     trace_initializer,
 )
-from jaxpp.transforms.place._model_flops import model_flops, utilization
+
+
+class HasPrograms:
+    """A step that has the programs of its ranks, in its `bundle`."""
+
+    bundle: Bundle
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The program of each rank; of a placed function, those of its last call."""
+        return self.bundle.programs
+
+    def as_text(self) -> str:
+        """Writes the programs as text, one instruction a line."""
+        return self.bundle.as_text()
+
+    @functools.cached_property
+    def flops(self) -> tuple[float, ...]:
+        """The model FLOPs of a step: floating-point operations of each rank, on all its devices.
+
+        Their sum is that of the step. They are those of products of matrices (2mkn for an m x k by
+        a k x n array) and of convolutions, forward and backward, in the update too. What a rank
+        computes again, with the same operands, counts once: recomputation of checkpoints does not
+        count. A conditional counts its dearest branch, a `while_loop` its
+        body once, and a kernel what its cost estimate says, or nothing. `cost_analysis` has what
+        XLA counts, with recomputation and elementwise operations.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(w, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+            ...     return jnp.mean((h @ w[1]) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> compiled = step.lower([jnp.eye(8), jnp.eye(8)], jnp.ones((16, 8))).compile()
+            >>> compiled.flops  # 2 * 16 * 8 * 8, for w[0] two times, for w[1] three times
+            (4096.0, 6144.0)
+            >>> compiled.mfu(seconds=1e-6, device=jaxpp.Device(flops=1e12, bandwidth=1e11))
+            0.01024
+        """
+        products, totals = jaxprs.Products(), [0.0]
+        for program in self.programs:
+            _count_products(self.bundle, program, products)
+            totals.append(products.flops)
+        return tuple(after - before for before, after in itertools.pairwise(totals))
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowered:
+class Lowered(HasPrograms):
     """A step lowered to programs, before it is compiled.
 
     Args:
@@ -53,20 +101,6 @@ class Lowered:
 
     def __repr__(self):
         return f"Lowered({self.bundle.summary}; as_text() shows them)"
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """The program of each rank."""
-        return self.bundle.programs
-
-    @functools.cached_property
-    def flops(self) -> tuple[float, ...]:
-        """The model FLOPs of a step for each rank, as `Compiled.flops` has them."""
-        return model_flops(self.bundle)
-
-    def as_text(self) -> str:
-        """Writes the programs as text, one instruction a line."""
-        return self.bundle.as_text()
 
     def passes_as_text(self) -> str:
         """Writes the traced step as text, then the lines that each pass changed, as a diff."""
@@ -102,7 +136,7 @@ def load(mesh: Mesh, bundle: Bundle) -> LoadedStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(HasPrograms):
     """A step compiled for arguments of given types."""
 
     fun: Callable
@@ -117,38 +151,6 @@ class Compiled:
 
     def __repr__(self):
         return f"Compiled({self.bundle.summary}; as_text() shows them)"
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """The program of each rank."""
-        return self.bundle.programs
-
-    @functools.cached_property
-    def flops(self) -> tuple[float, ...]:
-        """The model FLOPs of a step: floating-point operations of each rank, on all its devices.
-
-        Their sum is that of the step. They are those of products of matrices (2mkn for an m x k by
-        a k x n array) and of convolutions, forward and backward, in the update too. What a rank
-        computes again, with the same operands, counts once: recomputation of checkpoints does not
-        count. A conditional counts its dearest branch, a `while_loop` its
-        body once, and a kernel what its cost estimate says, or nothing. `cost_analysis` has what
-        XLA counts, with recomputation and elementwise operations.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxpp
-            >>> def loss(w, x):
-            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
-            ...     return jnp.mean((h @ w[1]) ** 2)
-            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
-            >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
-            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
-            >>> compiled = step.lower([jnp.eye(8), jnp.eye(8)], jnp.ones((16, 8))).compile()
-            >>> compiled.flops  # 2 * 16 * 8 * 8, for w[0] two times, for w[1] three times
-            (4096.0, 6144.0)
-            >>> compiled.mfu(seconds=1e-6, device=jaxpp.Device(flops=1e12, bandwidth=1e11))
-            0.01024
-        """
-        return model_flops(self.bundle)
 
     def mfu(self, seconds: float, device: Any, *, rank: int | None = None) -> float:
         """Returns the model FLOPs utilization: the share of the devices' peak that a step has used.
@@ -172,7 +174,19 @@ class Compiled:
         Example:
             See `flops`.
         """
-        return utilization(self.flops, self.bundle, self._mesh, seconds, device, rank)
+        if not 0 < seconds < math.inf:
+            raise ValueError(
+                f"mfu: seconds is the time of a step, finite and more than 0, got {seconds!r}."
+            )
+        flops = self.flops
+        if rank is not None and rank not in range(len(flops)):
+            raise ValueError(f"mfu: rank is one of 0 to {len(flops) - 1}, or None, got {rank!r}.")
+        of_rank = math.prod(axis_sizes(self.bundle.inside).values())
+        count = of_rank * len(flops)
+        if (devices := getattr(self._mesh, "devices", None)) is not None:
+            count = len(set(devices))  # ranks may share them
+        done, count = (sum(flops), count) if rank is None else (flops[rank], of_rank)
+        return done / (seconds * count * PROVIDED["device"](device).flops)
 
     @property
     def input_shardings(self) -> tuple[Any, ...]:
@@ -185,10 +199,6 @@ class Compiled:
         for n, sharding in zip(self.signature.arrays, self._run.input_shardings(), strict=True):
             leaves[n] = sharding
         return jtu.tree_unflatten(self.signature.tree, leaves)
-
-    def as_text(self) -> str:
-        """Writes the programs as text, one instruction a line."""
-        return self.bundle.as_text()
 
     def describe(self) -> Any:
         """Tells what each rank holds, sends and reduces in a step, as `Placed.describe` does."""
@@ -257,3 +267,21 @@ class Compiled:
         """Runs the step on leaves that are known to have the types it was compiled for."""
         arrays = [leaves[i] for i in self.signature.arrays]
         return self._rebuild(self._keys.call(self._run, arrays))
+
+
+def _count_products(bundle: Bundle, program: Program, products: jaxprs.Products) -> None:
+    """Counts the products of a program; slots have the numbers of their values."""
+    rank = program.rank
+    slots = {slot: products.number(("argument", n)) for n, slot in program.inputs}
+    slots |= {
+        slot: products.number(("constant", rank, n))
+        for n, (slot, _) in enumerate(program.constants)
+    }
+    for place, instruction in enumerate(program.instructions):
+        match instruction:
+            case Receive(received, _):
+                slots |= {s: products.number(("received", rank, place, s)) for s in received}
+            case Run(number, inputs, outputs):
+                jaxpr = bundle.computations[number].jaxpr
+                results = products.run(jaxpr, [slots[s] for s in inputs], rank)
+                slots |= dict(zip(outputs, results, strict=True))

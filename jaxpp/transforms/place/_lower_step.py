@@ -108,7 +108,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     signature = Signature.of(args, request.static_argnums)
     given = with_keywords(request.in_specs, args, None)
     in_specs = _specs("in_specs", given, signature.types, inside)
-    retrace = functools.partial(_trace, request.fun, signature.types, in_specs, inside)
+    retrace = functools.partial(trace, request.fun, signature.types, in_specs, inside)
     traced = retrace()
     _warn_of_wrong_products(traced.jaxpr)
     step = _make_step(request, args, signature, inside, in_specs, traced)
@@ -139,17 +139,6 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
 
 
 # ---- tracing ------------------------------------------------------------------------------------
-
-
-def _trace(
-    fun: Callable, types: Any, in_specs: Sequence[Spec | None], inside: AbstractMesh | None
-) -> jaxprs.Traced:
-    """Traces the step."""
-    with _compat.numbered_errors():
-        if inside is None:
-            return trace(fun, types, in_specs, None)
-        with jax.sharding.use_abstract_mesh(automatic(inside)):
-            return trace(fun, types, in_specs, inside)
 
 
 def _warn_of_wrong_products(jaxpr: Any) -> None:

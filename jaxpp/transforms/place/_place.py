@@ -13,14 +13,14 @@ from jaxtyping import PyTree
 
 from jaxpp import _compat, jaxprs
 from jaxpp._messages import is_called_by_jaxpp, warn
-from jaxpp._program import Bundle, Mesh, Program, Role
+from jaxpp._program import Bundle, Mesh, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
 from jaxpp.jaxprs import P, R, check_arrays, without_collections, without_mesh
 from jaxpp.transforms._signature import Signature, as_positional, positional
 from jaxpp.transforms.graph import Fuse, TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
-from jaxpp.transforms.place._compiled import Compiled, Lowered
+from jaxpp.transforms.place._compiled import Compiled, HasPrograms, Lowered
 from jaxpp.transforms.place._lower_step import Request, as_mesh, check_positions, lower_step
 
 #: A prefix of a pytree of specs, or rules in place of one.
@@ -170,7 +170,7 @@ KEPT = 64
 MANY = 8
 
 
-class Placed(Generic[P, R]):
+class Placed(HasPrograms, Generic[P, R]):
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
     __name__: str
@@ -343,22 +343,17 @@ class Placed(Generic[P, R]):
         return tuple([load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args)])
 
     @property
-    def programs(self) -> tuple[Program, ...]:
-        """The programs of the ranks, of the last call."""
-        return self.bundle.programs
+    def bundle(self) -> Bundle:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The programs of the last call, and what they share."""
+        return self._last.bundle
 
     @property
-    def bundle(self) -> Bundle:
-        """The programs of the last call, and what they share."""
+    def _last(self) -> Compiled:
         if not self._cache:
             raise ValueError(
                 "The placed function has not been called yet; use lower(*args).programs."
             )
-        return self._cache[0].bundle
-
-    def as_text(self) -> str:
-        """Writes the programs of the last call as text."""
-        return self.bundle.as_text()
+        return self._cache[0]
 
     def describe(self) -> Any:
         """Tells what each rank holds and sends in a step, as it was called last.
@@ -383,14 +378,12 @@ class Placed(Generic[P, R]):
             >>> [(rank.parameter_bytes, rank.sent_bytes) for rank in step.describe().ranks]
             [(256, {1: 512}), (256, {0: 512})]
         """
-        self.bundle  # noqa: B018  raises if there is none
-        return self._cache[0].describe()
+        return self._last.describe()
 
-    @property
-    def flops(self) -> tuple[float, ...]:
+    @property  # not cached: the last call may be another
+    def flops(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The model FLOPs of each rank in a step, as it was called last: see `Compiled.flops`."""
-        self.bundle  # noqa: B018  raises if there is none
-        return self._cache[0].flops
+        return self._last.flops
 
     def mfu(self, seconds: float, device: Any, *, rank: int | None = None) -> float:
         """Returns the model FLOPs utilization of the step as it was called last.
@@ -407,8 +400,7 @@ class Placed(Generic[P, R]):
             ValueError: `seconds` is no time, there is no such device or rank, or the step has not
                 been called yet.
         """
-        self.bundle  # noqa: B018  raises if there is none
-        return self._cache[0].mfu(seconds, device, rank=rank)
+        return self._last.mfu(seconds, device, rank=rank)
 
     def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[P, R]":
         """Returns the same placed function, whose tasks an edit changes: see `edit_tasks`."""

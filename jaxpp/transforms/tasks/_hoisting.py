@@ -3,23 +3,14 @@
 That is what depends on no microbatch: it is computed once a step. A model's cast of its float32
 parameters to a narrower type is the common case. It may stand inside a call: a jitted layer, a
 checkpoint that would compute it again in each backward, a scan over layers that casts each slice.
-
-And it is a carry that depends on no stage, by a loop of its own. Differentiation gives such
-carries: where microbatches were combined one after the other, by "max" or by an operator of the
-user's, the cotangent of the result goes back through them in a chain. With the chain before the
-loop, tasks read slices of it, and their microbatches may come in any order.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Eqn, Var, primitives
 from jaxpp.transforms.tasks._loop import ScheduledLoop
-from jaxpp.transforms.tasks._split_backward import scan_of
-
-# ---- what depends on no microbatch ---------------------------------------------------------------
 
 
 def hoist(loop: ScheduledLoop) -> ScheduledLoop:
@@ -159,61 +150,3 @@ def _merge_equal(eqns: Sequence[Eqn]) -> tuple[list[Eqn], jaxprs.Substitution]:
 
     known = jaxprs.Substitution()
     return jaxprs.rewritten(eqns, rule, known), known
-
-
-# ---- carries that depend on no stage -------------------------------------------------------------
-
-
-def carry_before(loop: ScheduledLoop) -> ScheduledLoop:
-    """Makes the carries that depend on no stage slices, computed before the loop.
-
-    One that nothing reads but its own next value stays: a sum over microbatches is one.
-    """
-    free = _free(loop)
-    pairs = list(zip(loop.carries, loop.carry_outs, strict=True))
-    outs = dict(pairs)
-    rest = (*(out for carry, out in pairs if carry not in free), *loop.ys)
-    carries: list[Var] = []
-    chain: list[Eqn] = []
-    read = jaxprs.operands_of(jaxprs.needed(loop.eqns, rest), rest)
-    while new := [v for v in free if v in read and v not in carries]:
-        carries += new
-        chain = jaxprs.needed([e for e in loop.eqns if not e.effects], [outs[v] for v in carries])
-        read = jaxprs.operands_of(chain)
-    if not carries:
-        return loop
-    carries = [v for v in loop.carries if v in carries]
-    rows = [v.aval.update(shape=(loop.length, *v.aval.shape)) for v in carries]
-    stacked = list(map(Var, rows))
-    becomes = {v: outs[v] for v in carries}
-    run, inputs = scan_of(
-        chain, becomes, loop.xs, carries, length=loop.length, reverse=loop.reverse
-    )
-    last = [v for c, v in zip(loop.carries, loop.outvars, strict=False) if c in carries]
-    before = jaxprs.splice(run, [loop.outside[v] for v in inputs], [*last, *stacked])
-    kept = [(v, out) for v, out in pairs if v not in carries]
-    keep = jaxprs.ancestors(loop.eqns, [*(out for _, out in kept), *loop.ys])
-    parts = [[] if v in carries else [v] for v in loop.carries]
-    loop = loop.divided(
-        parts,
-        [None] * len(parts),
-        xs=(*loop.xs, *carries),
-        outside={**loop.outside, **dict(zip(carries, stacked, strict=True))},
-        before=(*loop.before, *before),
-    )
-    grouped = itertools.compress(loop.grouped, keep)
-    return loop.with_equations(grouped, carry_outs=tuple(out for _, out in kept))
-
-
-def _free(loop: ScheduledLoop) -> list[Var]:
-    """Finds the carries whose next values depend on no stage, effect, or carry that does."""
-    effects = jaxprs.results_of(e for e in loop.eqns if e.effects)
-    free, before = list(loop.carries), None
-    while free != before:
-        before = free
-        others = [v for v in loop.carries if v not in free]
-        staged = loop.from_stages([*others, *effects])
-        pairs = zip(loop.carries, loop.carry_outs, strict=True)
-        free = [v for v, out in pairs if jaxprs.is_literal(out) or out not in staged]
-        free = [v for v in free if v in before]
-    return free

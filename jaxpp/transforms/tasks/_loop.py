@@ -262,12 +262,6 @@ class ScheduledLoop:
                     readers.setdefault(v, set()).add(key)
         return readers
 
-    def from_stages(self, more: Iterable[Var]) -> set[Var]:
-        """Finds all that depends on `more`, or on what a stage makes of a microbatch."""
-        varying = jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
-        staged = [v for e, key in self.grouped if key for v in e.outvars if v in varying]
-        return jaxprs.descendants(self.eqns, [*staged, *more])
-
     # ---- changed --------------------------------------------------------------------------------
 
     def with_equations(self, grouped: Iterable[Grouped], **changes: Any) -> "ScheduledLoop":
@@ -292,19 +286,19 @@ class ScheduledLoop:
     def divided(
         self, parts: Sequence[Sequence[Var]], joins: Sequence[Join], **changes: Any
     ) -> "ScheduledLoop":
-        """Puts several carries, its `parts`, in the place of each; further parts are of results.
+        """Puts several carries, its `parts`, in the place of each.
 
         `joins` has for each the function that makes its result from those of its parts; None where
-        it stays as it is, or where the carry goes and its result is made before the loop.
+        it stays as it is.
         """
         outvars, after = [], []
         for old, own, join in zip(self.outvars, parts, joins, strict=False):
-            new = [old] * len(own) if join is None else list(map(jaxprs.fresh_var, own))
+            new = [old] if join is None else list(map(jaxprs.fresh_var, own))
             after += [] if join is None else jaxprs.splice(join, new, [old])
             outvars += new
         return dataclasses.replace(
             self,
-            carries=tuple(itertools.chain(*parts[: len(self.carries)])),
+            carries=tuple(itertools.chain(*parts)),
             outvars=(*outvars, *self.outvars[len(parts) :]),
             after=(*after, *self.after),
             **changes,

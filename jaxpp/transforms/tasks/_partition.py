@@ -47,16 +47,12 @@ def _repeatable(loop: ScheduledLoop) -> list[bool]:
     on slices of a microbatch, but on no stage or carry.
     """
     varying = jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
-    from_stages = loop.from_stages(loop.carries)
-
-    def is_repeatable(eqn, key) -> bool:
-        if eqn.effects:
-            return False
-        if not any(v in varying for v in eqn.outvars):
-            return True
-        return key is None and not any(v in from_stages for v in eqn.outvars)
-
-    return [is_repeatable(e, key) for e, key in loop.grouped]
+    staged = [v for e, key in loop.grouped if key for v in e.outvars if v in varying]
+    from_stages = jaxprs.descendants(loop.eqns, [*staged, *loop.carries])
+    return [
+        not e.effects and (varying if key else varying & from_stages).isdisjoint(e.outvars)
+        for e, key in loop.grouped
+    ]
 
 
 def start_with_zeros(loop: ScheduledLoop) -> ScheduledLoop:
@@ -200,7 +196,6 @@ STAGE_PASSES: tuple[Callable[[ScheduledLoop], ScheduledLoop], ...] = (
     _accumulators.hand_through_zeros,
     keep_constants,
     _hoisting.hoist,
-    _hoisting.carry_before,
     _accumulators.split_shared_sums,
     sum_cotangents,
     place_glue,
@@ -251,7 +246,8 @@ def _carried_apart(
         f"{_compat.at_source_line(reader)}, but made by "
         f"{'none of them' if writer is None else _task_text(writer)}{line}; only the task that "
         f"makes it, and those after it, can read it. Make it where it is read, or cut elsewhere: "
-        f"split_stages(at=...)."
+        f"split_stages(at=...); what depends on no stage, such as a weight that falls from "
+        f"microbatch to microbatch, compute for all of them before, and give it in slices."
     )
 
 

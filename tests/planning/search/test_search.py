@@ -44,7 +44,7 @@ def layers_of(seed, count=10, **fields):
 
 def settings(seed, limit=math.inf, **fields):
     """Layers on three ranks, one of them slow, with links that take their time."""
-    return Setting(layers_of(seed), 3, 4, limit, latency=1.0, bandwidth=4.0,
+    return Setting(layers_of(seed), 3, 4, memory_limit=limit, latency=1.0, bandwidth=4.0,
                    speed=(1.0, 0.5, 1.0), **fields)  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_the_judge_says_what_the_simulator_says_and_fits(directions, limit):
 def test_the_bound_of_a_limit_counts_how_long_activations_are_held():
     ones = (1.0,) * 8
     layers = Layers(ones, ones, ones, activation_bytes=ones)
-    free, tight = (Setting(layers, 4, 8, limit) for limit in (math.inf, 2.0))
+    free, tight = (Setting(layers, 4, 8, memory_limit=limit) for limit in (math.inf, 2.0))
     assert lower_bound(free) == (8 * 24 + 1 + 2 + 3) / 4
     # A layer's activation is held for its forward, the later ones, as many I, and its W.
     area = sum(2 * n + 1 for n in range(1, 9))
@@ -214,6 +214,8 @@ def test_cp_sat_proves_how_much_another_order_gains():
         (dict(ranks=20), "20 ranks need as many layers, got 10"),
         (dict(microbatches=0), "microbatches is a positive number, got 0"),
         (dict(speed=(1.0,)), "one for each rank, got 1 for 2 ranks"),
+        (dict(steps=0), "steps is a positive number, got 0"),
+        (dict(steps=2), "the search is for a step alone"),
         (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
         (dict(directions=(3,)), "directions are 1, 2 or both"),
         (dict(memory_limit=1.0), "no plan was found that fits into 1 a rank"),
@@ -325,7 +327,7 @@ def test_layers_that_wait_for_nothing_begin_together(limit):
     """Two layers on two ranks take the time of one, and the bound says so."""
     own = (1.0, 1.0)
     apart = Layers(own, backward=own, activation_bytes=(4.0, 4.0), inputs=((), ()))
-    setting = Setting(apart, 2, 1, limit)
+    setting = Setting(apart, 2, 1, memory_limit=limit)
     choice = Choice((0, 1, 2), ((0, 1),), halves=False)
     assert judge(setting, choice) == lower_bound(setting) == 2.0
     chain = dataclasses.replace(setting, layers=dataclasses.replace(apart, inputs=()))

@@ -103,5 +103,7 @@ def test_a_long_compilation_has_a_bar_on_a_terminal(monkeypatch, terminal):
 
 def test_without_tqdm_there_is_no_bar(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with _compile._progress(2) as step:
-        step(None)
+    with _compile._progress(2) as bar:
+        assert bar is None
+    step, args = step_and_arguments()
+    jaxpp.place(step, mesh_of(STAGES))(*args)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from jaxpp._program import Free, Message, Program, Receive, Run, Send
 from jaxpp.planning._measure import _loaded
-from jaxpp.runtime.executor import Dispatcher, RankStep, turns_of
+from jaxpp.runtime.executor import Dispatcher, Executor, turns_of
 from jaxpp.runtime.executor._executor import chunks
 from jaxpp.runtime.transport import SocketTransport
 from tests.helpers import assert_same
@@ -44,10 +44,10 @@ class Sites:
         self.dispatchers = []
         for transport, ranks in zip(self.transports, split, strict=True):
             parts = [
-                RankStep(own[r].program, local.homes[r], own[r].executables, (), donated)
+                Executor(own[r].program, own[r].executables, transport, donated=donated)
                 for r in ranks
             ]
-            self.dispatchers.append(Dispatcher(parts, turns, transport))
+            self.dispatchers.append(Dispatcher(parts, turns))
             found = self.dispatchers[-1]
             transport.expect(found.messages, 7, found.late)
         self.calls = itertools.count(1)
@@ -150,12 +150,12 @@ def two_ranks(second, transport):
         ),
         Program(1, (1,), (Receive((0,), there), Run(1, (0,), (1,), "F1")), 2, (), ((0, 1),), ()),
     ]
-    home, calls = jax.devices()[0], [lambda x: [x + 1], second]
+    calls = [lambda x: [x + 1], second]
     parts = [
-        RankStep(programs[r], home, [c if n == r else None for n, c in enumerate(calls)])
+        Executor(programs[r], [c if n == r else None for n, c in enumerate(calls)], transport)
         for r in range(2)
     ]
-    return Dispatcher(parts, turns_of(programs), transport)
+    return Dispatcher(parts, turns_of(programs))
 
 
 def test_an_error_tells_the_rank_and_the_instruction():
@@ -200,6 +200,6 @@ def test_what_is_sent_and_then_donated_is_told():
         ((sends, Receive((0,), message(4, 1, 0)), donates), set()),
     ):
         program = Program(0, (0,), instructions, 2, (), (), ())
-        part = RankStep(program, jax.devices()[0], [None, None], donated={0: (0,)})
+        part = Executor(program, [None, None], Mail(), donated={0: (0,)})
         turns = [0] * len(chunks(program))
-        assert Dispatcher([part], turns, Mail()).late == late
+        assert Dispatcher([part], turns).late == late

@@ -34,12 +34,13 @@ def axes_of(case):
     return shape, ("mpmd", "data")[: len(shape)]
 
 
-def loss_fn(params, x, callbacks=False):
+def loss_fn(params, batch, callbacks=False):
+    x = batch  # the first and the last rank read it
     for i, w in enumerate(params):
         x = jnp.tanh((x if i == 0 else jaxpp.pipeline_enter_stage(x)) @ w)
         if callbacks:
             jax.debug.callback(lambda n, i=i: print(f"stage {i} in {os.getpid()}", flush=True), 1)
-    return jnp.mean((x - 0.5) ** 2)
+    return jnp.mean((x - 0.5 * batch) ** 2)
 
 
 def batch(number):
@@ -123,6 +124,19 @@ def composes(folder):
         print(f"loss {loss} of {mesh!r} in process {mesh.process}", flush=True)
 
 
+def delayed(folder):
+    """Delayed steps in a program each, and all in one, whose loops overlap."""
+    from tests.transforms.tasks import test_delay as case
+
+    step = jaxpp.delay(case.step_of(case.grad_fn(schedules.OneFOneB()), case.ADAMW))
+    with jaxpp.LaunchedMpmdMesh((2,), transport=TRANSPORT) as mesh:
+        for name, found in (
+            ("calls", case.run(jaxpp.place(step, mesh), 1)),
+            ("program", case.run_in_one(step, mesh)),
+        ):
+            np.savez(folder / f"{name}{mesh.process}.npz", *jax.tree.leaves(found))
+
+
 def managed(folder):
     """Orbax's manager, where the script has joined the processes by `jax.distributed`."""
     import orbax.checkpoint as ocp
@@ -204,7 +218,7 @@ def faulty(folder, fault):
     def load(number):
         if fault == "feed" and number == 5 and me == 0:
             raise KeyError("no such batch")
-        return batch(number)
+        return batch(number + 1000 * me if fault == "loads" and number == 5 else number)
 
     me = int(os.environ["RANK"])
     limit = float(os.environ.get("JAXPP_TEST_START_TIMEOUT", "60"))
@@ -255,7 +269,7 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, managed, twice, disordered, late, loose, faulty)
+    others = (composes, delayed, managed, twice, disordered, late, loose, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder))

@@ -53,6 +53,7 @@ def test_a_signal_to_one_process_ends_the_other(tmp_path, name, victim):
         ("once_more", (1, 1), "do not make the same calls"),
         ("other", (1, 1), "do not make the same calls"),
         ("batch", (1, 1), "are not of the same steps with the same arguments"),
+        ("loads", (1, 1), "ranks [01] and [01] have loaded other values of array 0 of batch 5 "),
         ("start", (1, 1), "up to call 1, are not of the same steps with the same arguments"),
         ("folders", (1, 1), "saves a state to .*own1"),
         ("fork", (1, -9), "rank 1 .* its process has ended"),
@@ -77,7 +78,7 @@ def test_a_process_that_ends_before_the_others_has_failed(tmp_path):
 def test_all_hear_which_process_never_starts(tmp_path, monkeypatch, count):
     monkeypatch.setenv("JAXPP_TEST_START_TIMEOUT", "8")
     for code, output in Job(count, "faulty", tmp_path, "none", started=count - 1).wait(60):
-        told = f"of {count} processes, [{count - 1}] have not come to 127.0.0.1 port"
+        told = f"of {count} processes, [{count - 1}] have not come to process 0 at 127.0.0.1 port"
         assert code == 1 and told in output
 
 

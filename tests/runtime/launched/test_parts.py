@@ -12,8 +12,8 @@ import pytest
 import jaxpp
 from jaxpp._program import Fed
 from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.launched import _agreement, _environment
-from jaxpp.runtime.launched._course import At, Course
+from jaxpp.runtime.launched import _agreement, _course, _environment
+from jaxpp.runtime.launched._course import At, Course, Loaded
 from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import LaunchedWatch
@@ -139,6 +139,20 @@ def test_who_does_otherwise_is_found(each):
 def test_who_is_ahead_with_the_same_calls_does_the_same():
     assert not heard((1, At(0, 3, "", (0, 5, 6, 7))), (0, At(0, 1, "", (0, 5))), (0, At(0, 0)))
     assert not heard((1, At(0, 90, "", (1, 2))), (0, At(0, 1, "", (0, 5))))  # not known any more
+
+
+def loaded(*each):
+    return At(0, 0, loaded=tuple(Loaded(*own) for own in each))
+
+
+def test_ranks_that_load_other_values_are_found(monkeypatch):
+    same = [(0, loaded((0, 1, 0, 7), (0, 2, 0, 8))), (1, loaded((3, 2, 0, 8), (3, 1, 0, 7)))]
+    assert not heard(*same, (1, loaded((3, 2, 1, 9))))  # an array that no other rank has read
+    ((number, told),) = heard(*same, (1, loaded((2, 1, 0, 6))))
+    assert number == 1 and "ranks 0 and 2 have loaded other values of array 0 of batch 1 " in told
+    assert len(heard((0, loaded((0, 1, 0, 7), (1, 1, 0, 6))))) == 1  # of one process, too
+    monkeypatch.setattr(_course, "KEPT", 1)  # the first one is not known any more
+    assert not heard(*same[:1], (1, loaded((3, 1, 0, 6))))
 
 
 def test_a_call_is_marked_by_its_step_and_its_arguments():

@@ -219,6 +219,7 @@ def test_tracing_changes_no_result(tmp_path):
     mesh.stop_trace()
 
 
+@pytest.mark.more
 def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
     """Nor are those that go on as it starts, and whose results nobody has."""
 

@@ -56,7 +56,7 @@ def test_abort_wakes_who_reads_a_large_message(pair):
     a, b = pair
     waiting = blocked(b.receive, message([BIG]))
     header = Header(0, 1, 0, 0, BIG.nbytes).pack()
-    a.connections.peers[1].link.connection.sendall(header + bytes(1 << 20))
+    a.connections.peers[1].reader.connection.sendall(header + bytes(1 << 20))
     time.sleep(0.2)
     b.abort(KeyError("the reason"))
     error, took = timed(waiting)
@@ -170,7 +170,7 @@ def test_a_connection_that_is_cut_is_what_both_ends_name(pair):
     assert_same(b.receive(message([X])), [X])
     waiting = [blocked(a.receive, message([X], 1, 1, 0)), blocked(b.receive, message([X], 2))]
     time.sleep(0.1)
-    a.connections.peers[1].link.connection.shutdown(socket.SHUT_RDWR)
+    a.connections.peers[1].reader.connection.shutdown(socket.SHUT_RDWR)
     for wait, other in zip(waiting, (1, 0), strict=True):
         error, took = timed(wait)
         assert isinstance(error, PeerLost) and error.rank == other and took < 0.5

@@ -70,7 +70,7 @@ def test_a_large_message_is_pulled_and_its_arrays_may_be_donated():
         a.settle(arrays)
         arrays[0].delete()  # as a computation does that takes its memory
         found = b.receive(what)
-        assert b._unpackers[0, what.tag].nbytes == TICKET, "the connection has the ticket alone"
+        assert b._unpackers[0][what.tag].nbytes == TICKET, "the connection has the ticket alone"
         expected = large_message()
         assert_same(found, expected)
         assert all(x.devices() == {jax.devices()[1]} for x in found[:5])

@@ -268,7 +268,7 @@ def test_ranks_that_run_different_programs(pair, expected):
 @pytest.mark.parametrize("nbytes", [-64, 1 << 60])
 def test_a_size_that_no_host_holds_is_refused_before_memory_is_taken(pair, nbytes):
     a, b = pair
-    a.connections.peers[1].link.connection.sendall(Header(0, 1, 0, 0, nbytes).pack())
+    a.connections.peers[1].reader.connection.sendall(Header(0, 1, 0, 0, nbytes).pack())
     with pytest.raises(TransportError, match=f"announced a message of {nbytes} bytes"):
         blocked(b.receive, message([jnp.arange(3)]))()
 

@@ -119,6 +119,7 @@ def test_out_specs_split_results():
     assert params[0]["down"].sharding.spec == P("model")  # as it came in
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_zero1_divides_the_bytes_of_the_optimizer(size):
     shape = (2, size, 1)

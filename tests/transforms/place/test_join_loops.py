@@ -7,7 +7,15 @@ import pytest
 import jaxpp
 from jaxpp._program import Run
 from jaxpp.runtime.trace import dependencies_of, table_of
-from jaxpp.schedules import Costs, ForwardOnly, Interleaved1F1B, OneFOneB, ZeroBubbleH1, simulate
+from jaxpp.schedules import (
+    Costs,
+    ForwardOnly,
+    Interleaved1F1B,
+    OneFOneB,
+    ZeroBubbleH1,
+    joined,
+    simulate,
+)
 from jaxpp.transforms.place._join_loops import join_loops
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 3
@@ -75,6 +83,18 @@ def test_delayed_steps_take_the_time_of_one_table_of_all_their_microbatches(orde
     )
     assert time_of(lowered(jaxpp.delay(step), order, 2)) == all_of_them
     assert STEPS * table >= time_of(lowered(step, order, 0)) > all_of_them
+
+
+@pytest.mark.parametrize("order", [OneFOneB(), Interleaved1F1B(2)])
+def test_the_order_is_that_of_the_joined_table(order):
+    """Where a microbatch's activations are freed at once; halves free them part by part."""
+    table = joined(order.table(RANKS * order.stages_per_rank, MICROBATCHES), STEPS)
+    found = rows(lowered(jaxpp.delay(train_step_of(order)), order, 2))
+    for own, expected in zip(found, table.ranks, strict=True):
+        loops = sorted({loop for _, loop in own})
+        assert [
+            (task.kind, loops.index(loop) * MICROBATCHES + task.microbatch) for task, loop in own
+        ] == [(task.kind, task.microbatch) for task in expected]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -52,6 +52,7 @@ def test_offload_keeps_each_bit_and_the_peak_is_the_predicted_one(optimized, nam
     assert max(held[0]) < max(held[1])
 
 
+@pytest.mark.more
 def test_some_of_the_microbatches_may_be_offloaded(optimized):
     mesh = mesh_of(4)
     _, want = trained(by_name("1f1b"), mesh)

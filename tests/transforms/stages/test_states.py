@@ -82,6 +82,7 @@ def test_a_state_can_be_carried_from_one_microbatch_to_the_next(num_stages):
     check(at_once, WS, STATE, num_stages=num_stages)
 
 
+@pytest.mark.more
 def test_a_state_of_a_library_is_carried_where_the_cuts_leave_it_whole():
     params, state = QUANTISED.init(jax.random.key(2), X)
     check(quantised, params, state, at=["linear_2"])

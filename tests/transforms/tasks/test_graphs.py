@@ -348,6 +348,7 @@ def test_stages_that_wait_for_nothing_of_each_other_are_not_made_to():
     assert found == [{1, 2}, {3}, {3}, set()]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["clip", "t5"])
 def test_models_have_the_bits_of_any_ranks_and_are_proven(name):
     case = zoo.CASES[name]

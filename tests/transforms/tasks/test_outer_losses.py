@@ -297,7 +297,7 @@ def test_what_the_user_checkpoints_is_computed_again_in_its_backward(times):
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe"])
-def test_a_carry_that_no_stage_makes_is_read_by_all(schedule):
+def test_what_no_stage_makes_is_read_by_all_in_slices_and_cannot_be_carried(schedule):
     """Each microbatch counts less than the one before, in every stage."""
 
     def of_slice(scale, ws, states, x):
@@ -306,20 +306,27 @@ def test_a_carry_that_no_stage_makes_is_read_by_all(schedule):
 
     staged = jax.value_and_grad(jaxpp.wrap_forward(of_slice), 1)
 
-    def one(ws, scale, x):
+    def carrying(ws, scale, x):
         return staged(scale, ws, STATES, x), 0.5 * scale
 
-    loop = jaxpp.microbatch(one, M, in_axes=(None, "carry", 0), reduce=("mean", "carry"))
+    loop = jaxpp.microbatch(carrying, M, in_axes=(None, "carry", 0), reduce=("mean", "carry"))
+    with pytest.raises(ValueError, match="compute for all of them before, and give it in slices"):
+        jaxpp.schedule(loop, SCHEDULES[schedule])(WS, jnp.ones(()), XS[0])
+
+    def sliced(ws, scale, x):
+        return staged(scale[0], ws, STATES, x)
+
+    loop = jaxpp.microbatch(sliced, M, in_axes=(None, 0, 0))
     grad_fn = jaxpp.schedule(loop, SCHEDULES[schedule])
 
-    def want(ws, scale, x):
+    def want(ws, scales, x):
         def mean(ws):
-            of_slices = [of_slice(0.5**m, ws, STATES, one) for m, one in enumerate(jnp.split(x, M))]
-            return sum(of_slices) / M
+            parts = zip(scales, jnp.split(x, M), strict=True)
+            return sum(of_slice(scale, ws, STATES, part) for scale, part in parts) / M
 
-        return jax.value_and_grad(mean)(ws), 0.5**M * scale
+        return jax.value_and_grad(mean)(ws)
 
-    args = WS, jnp.ones(()), XS[0]
+    args = WS, 0.5 ** jnp.arange(M), XS[0]
     assert_close(jax.device_get(placed()(grad_fn)(*args)), jax.jit(want)(*args))
 
 

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxpp.runtime.transport._frames import SMALL, Header, Link, to_send
+from jaxpp.runtime.transport._frames import SMALL, Header, Reader, to_send
 from jaxpp.runtime.transport._handshake import _set_timeout
 
 SIZES = [64, 0, SMALL, 64, SMALL + 64, 2 * SMALL, 128, 5 * SMALL, 64]
@@ -31,7 +31,7 @@ def reader(link):
 def ends():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield ours, Link(theirs, memory_for)
+        yield ours, Reader(theirs, memory_for)
 
 
 @pytest.mark.parametrize("piece", [1, 31, 4096, None])
