@@ -380,10 +380,9 @@ def _costs_on(
                 last = [(t.kind, t.stage) for t in instruction.tasks]
                 if task and task.kind.lane == "collective":
                     found = own.analyses[instruction.computation]
-                    times[last[0]] = device.seconds(found.flops, found.accessed_bytes)
-                    times[last[0]] += (
-                        _gathered_bytes(bundle, own, instruction) / reduction_bandwidth
-                    )
+                    of = _reduced_bytes if task.kind.takes else _gathered_bytes
+                    moved = of(bundle, own, instruction) / reduction_bandwidth
+                    times[last[0]] = device.seconds(found.flops, found.accessed_bytes) + moved
                 elif task and task.kind.lane == "copy":
                     if not device.host_bandwidth:
                         raise ValueError(
@@ -423,6 +422,23 @@ def _gathered_bytes(bundle: Bundle, rank: Inspected, run: Run) -> int:
     )  # fmt: skip
     split, whole = sizes
     return whole - split
+
+
+def _reduced_bytes(bundle: Bundle, rank: Inspected, run: Run) -> float:
+    """Finds the bytes that a device sends to its replicas in a reduction.
+
+    They are summed in a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC
+    69(2), 2009): each sends its parts while they are summed, and while the sums go round.
+    """
+    own, axes = bundle.computations[run.computation], rank.axes
+    over = next((spec[0] for spec in own.in_specs if spec), ())
+    devices, sent = math.prod(axes[a] for a in over), 0.0
+    for v, spec in zip(own.jaxpr.jaxpr.outvars, own.out_specs, strict=False):
+        whole = tuple(tuple(a for a in entry if a not in over) for entry in spec)
+        # A sum that is scattered goes round once.
+        turns = 1 if whole == spec else 0.5
+        sent += 2 * turns * array_bytes(v.aval, whole, axes) * (devices - 1) / devices
+    return sent
 
 
 def _check_tasks(measured: Costs, tasks: Iterable[Task]) -> None:
@@ -488,29 +504,13 @@ class _Around:
         """Returns the time of a run that is no task."""
         if (rank, id(run)) in self._shares:
             return self._shares[rank, id(run)]
-        seconds = self._reduced_bytes(rank, run) / self._bandwidth
+        seconds = 0.0
+        if run.label == REDUCTION:
+            seconds = _reduced_bytes(self._bundle, self._ranks[rank], run) / self._bandwidth
         if self._device is not None:
             found = self._ranks[rank].analyses[run.computation]
             seconds += self._device.seconds(found.flops, found.accessed_bytes)
         return seconds
-
-    def _reduced_bytes(self, rank: int, run: Run) -> float:
-        """Finds the bytes that a device sends to its replicas in a run: none but in reductions.
-
-        They are summed in a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms",
-        JPDC 69(2), 2009): each sends its parts while they are summed, and while the sums go round.
-        """
-        own, axes = self._bundle.computations[run.computation], self._ranks[rank].axes
-        if run.label != REDUCTION or not own.in_specs:
-            return 0.0
-        over = next((spec[0] for spec in own.in_specs if spec), ())
-        devices, sent = math.prod(axes[a] for a in over), 0.0
-        for v, spec in zip(own.jaxpr.jaxpr.outvars, own.out_specs, strict=True):
-            whole = tuple(tuple(a for a in entry if a not in over) for entry in spec)
-            # A sum that is scattered goes round once.
-            turns = 1 if whole == spec else 0.5
-            sent += 2 * turns * array_bytes(v.aval, whole, axes) * (devices - 1) / devices
-        return sent
 
 
 def _moments(held: Sequence[Any], runs: Sequence[tuple[float, str]]) -> list[Moment]:

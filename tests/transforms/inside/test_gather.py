@@ -217,6 +217,18 @@ def test_a_device_takes_the_time_of_the_bytes_that_are_gathered():
     assert [s.end - s.start for s in spans] == pytest.approx([t / 1e6 for t in times])
 
 
+def test_a_device_takes_the_time_of_the_bytes_that_are_reduced():
+    step = placed(Reduce("1f1b"), ranks=4, zero1="data")
+    args = *start(), batch(0)
+    device = jaxpp.Device(flops=1e30, bandwidth=1e30)
+    found = jaxpp.predict(step, *args, costs=device, reduction_bandwidth=1e6)
+    spans = {str(s.task): s.end - s.start for s in found.timeline.spans if s.task.kind == "S"}
+    # Of two devices each sends the half of a stage's gradients; the last stage has the loss, too.
+    half = sum(x.nbytes for x in jax.tree.leaves(parameters()[0])) / 2
+    assert spans["S0.7"] == pytest.approx(half / 1e6)
+    assert spans["S3.7"] == pytest.approx((half + 4) / 1e6)
+
+
 def test_whole_parameters_are_not_gathered():
     step = placed(Gather("1f1b"), ranks=4, zero1="data")
     assert "G0.0" not in step.lower(*start(), batch(0)).as_text()
