@@ -38,7 +38,7 @@ def joined(table: Table, steps: int, delay: int = 1) -> Table:
     if of_step := sorted(kind for kind in table.kinds if kind.of_stage):
         raise ValueError(
             f"joined: the tasks {', '.join(of_step)} are of a stage in one step, and a table "
-            f"cannot say which; join the table of the schedule without them. jaxpp.place joins both."
+            f"cannot say which; join that of the schedule without them. jaxpp.place joins both."
         )
     found, m = number(table), table.num_microbatches
     count, loops = len(found.tasks), [[] for _ in table.ranks]
