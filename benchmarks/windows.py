@@ -78,7 +78,7 @@ def main(_: list[str]) -> None:
     print("| schedule | window | all-gathers | reduce-scatters | parameters | sums | bytes |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in _ORDERS.value:
-        sizes = dict(layers=_LAYERS.value, width=_WIDTH.value, vocabulary=512)
+        sizes: dict[str, Any] = dict(layers=_LAYERS.value, width=_WIDTH.value, vocabulary=512)
         config = Config(
             model="gpt2", ranks=2, schedule=name, dp=2, microbatches=_MICROBATCHES.value,
             batch_size=4 * _MICROBATCHES.value, **sizes,

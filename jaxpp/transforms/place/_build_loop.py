@@ -238,17 +238,19 @@ class LoopTasks:
         """
         direction = self._direction(task)
         number = self.loop.stage_number(task.stage, direction)
-        segments = sorted(self.reductions.get(number, ()), key=lambda e: not _adds(e))
-        if is_last := task == self.last_sum[task.stage, direction]:
-            results = [v for e in segments for v in e.outvars]
-        else:
-            taken = {v for e in self.loop.tasks if e.params["key"].kind in task.kind.takes
-                     for v in e.outvars}  # fmt: skip
-            summed = {own for (v, _), own in self.results.items() if v in taken}
-            segments = [e for e in segments if _adds(e) and {*e.invars} <= summed]
+        of_kinds = (e for e in self.loop.tasks if e.params["key"].kind in task.kind.takes)
+        taken = {v for e in of_kinds for v in e.outvars}
+        summed = {own for (v, _), own in self.results.items() if v in taken}
+        found, is_last = (
+            self.reductions.get(number, ()),
+            task == self.last_sum[task.stage, direction],
+        )
+        parts = [e for e in found if _adds(e) and {*e.invars} <= summed]
+        segments = [*parts, *(e for e in found if is_last and e not in parts)]
         if not segments:
             return
-        rows, sums = [v for e in segments for v in e.invars], self.sums.get(number, [])
+        rows = [v for e in segments for v in jaxprs.variables(e.invars)]
+        sums = self.sums.get(number, [])
         inputs = [*map(self.values.operand, rows), *sums]
         key = "sum", *(jaxprs.structure(e.params["jaxpr"]) for e in segments), len(sums)
         if (body := self.all_bodies.get(key)) is None:
@@ -256,6 +258,7 @@ class LoopTasks:
             jaxpr, _ = jaxprs.without_constants(made(*(value.aval for value in inputs)))
             body = self.all_bodies[key] = Body(f"{task.kind}{task.stage}", jaxpr, None)
         if is_last:
+            results = (v for e in segments for v in e.outvars)
             outputs = [self.values.add(v, "gathered", str(task)) for v in results]
         else:
             outputs = [Value(a, "gathered", str(task)) for a in body.jaxpr.out_avals]
