@@ -28,6 +28,7 @@ from experiments import train_lm
 from experiments.training import data
 from experiments.training.config import Config
 from jaxpp.planning._measure import _execute, _loaded, _placed_copies
+from jaxpp.runtime.arrays import devices_of
 from jaxpp.runtime.executor import held_bytes, over_time
 from jaxpp.runtime.executor._compile import clear_cache
 
@@ -77,7 +78,7 @@ def live_bytes(device: Any) -> int:
 def memory_peaks(step: Any, args: Any) -> tuple[list[int], list[int]]:
     """The most bytes that each rank's device holds: those measured, and those predicted."""
     local, arrays = _loaded(step, args)
-    devices = local.homes
+    devices = [devices_of(home)[0] for home in local.homes]
     jax.block_until_ready(local(_placed_copies(local, arrays)))
     before = [live_bytes(device) for device in devices]
     peaks = [0] * len(devices)

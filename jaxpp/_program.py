@@ -73,8 +73,11 @@ class Run:
 
     @property
     def lane(self) -> str:
-        """The resource of its device that it takes: `"compute"`, or `"copy"`."""
-        return self.task.kind.lane if self.task else "compute"
+        """The resource of its device that it takes: `"compute"`, or `"copy"`.
+
+        A device runs a collective when it has run what was dispatched before.
+        """
+        return "copy" if self.task and self.task.kind.lane == "copy" else "compute"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -119,7 +119,8 @@ def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
         sharding = NamedSharding(sharding.mesh, sharding.spec)
         made = jax.lax.full(x.shape, value, dtype, sharding=sharding)
     else:
-        made = jnp.full(x.shape, value, dtype) if value else jnp.zeros(x.shape, dtype)
+        is_number = value or isinstance(value, float)  # zero may be -0
+        made = jnp.full(x.shape, value, dtype) if is_number else jnp.zeros(x.shape, dtype)
     return as_weak_as(x, _compat.in_memory_of(made, x))
 
 

@@ -498,6 +498,13 @@ class Terms(Table):
                 for truth, number in (args, args[::-1]):
                     if _is_cast_of_bool(truth) and number.value is not None:
                         return self._is(truth.args[0], number.value.item())
+            case "add" | "add_any":  # to what changes nothing: -0, or 0 of integers
+                for a, zero in (args, args[::-1]):
+                    number = full_of(template_of(zero))
+                    if number is not None and number.value == 0 and a.dtype == op.dtype:
+                        is_minus = "float" in op.dtype and np.signbit(number.value)
+                        if is_minus or op.dtype in _WHOLE_NUMBERS:
+                            return self._fitted(a, op.shape)
             case "mul" | "div":  # by one
                 for a, one in (args, args[::-1])[: 2 if name == "mul" else 1]:
                     number = full_of(one) if "complex" not in op.dtype else None

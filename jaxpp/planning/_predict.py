@@ -234,8 +234,9 @@ def predict(
             "predict: the step has no scheduled loop, so that there are no tasks to predict; wrap "
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
         )
-    device = None if isinstance(costs, Costs | Measurement | Trace) else device_of(costs)
-    model = _model(costs, device, bundle, ranks, latency, bandwidth)
+    known = isinstance(costs, Costs | Measurement | Trace)
+    device = None if known else device_of(costs)
+    model = _model(costs, device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
     needs = dependencies_of(bundle)
     table = table_of([[run.tasks for run in _runs(p)] for p in bundle.programs], needs)
     timeline = simulate(table, model, dependencies=needs)
@@ -254,10 +255,11 @@ def _model(
     ranks: Sequence[Inspected],
     latency: float,
     bandwidth: float,
+    reduction_bandwidth: float,
 ) -> Costs:
     """Makes the costs of a step's tasks, in seconds."""
     if device is not None:
-        return _costs_on(device, bundle, ranks, latency, bandwidth)
+        return _costs_on(device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
     if isinstance(costs, Costs):
         return dataclasses.replace(_for_each_loop(costs, bundle), unit="s")
     model, _ = costs_found(costs)
@@ -360,6 +362,7 @@ def _costs_on(
     ranks: Sequence[Inspected],
     latency: float,
     bandwidth: float,
+    reduction_bandwidth: float,
 ) -> Costs:
     """Makes the costs of tasks from what XLA counts in them, and of what moves from its bytes.
 
@@ -375,7 +378,12 @@ def _costs_on(
             if isinstance(instruction, Run):
                 task = instruction.task
                 last = [(t.kind, t.stage) for t in instruction.tasks]
-                if task and task.kind.lane == "copy":
+                if task and task.kind.lane == "collective":
+                    found = own.analyses[instruction.computation]
+                    of = _reduced_bytes if task.kind.takes else _gathered_bytes
+                    moved = of(bundle, own, instruction) / reduction_bandwidth
+                    times[last[0]] = device.seconds(found.flops, found.accessed_bytes) + moved
+                elif task and task.kind.lane == "copy":
                     if not device.host_bandwidth:
                         raise ValueError(
                             f"predict: {task.describe()} copies to host memory or back, and the "
@@ -401,6 +409,36 @@ def _costs_on(
         bandwidth=bandwidth,
         edge_bytes=lambda task: sent.get((task.kind, task.stage), 0),
     )
+
+
+def _gathered_bytes(bundle: Bundle, rank: Inspected, run: Run) -> int:
+    """Finds the bytes that a device receives where a run gathers its inputs."""
+    own = bundle.computations[run.computation]
+    sizes = (
+        sum(array_bytes(v.aval, spec, rank.axes) for v, spec in zip(atoms, specs, strict=True))
+        for atoms, specs in (
+            (own.jaxpr.jaxpr.invars, own.in_specs), (own.jaxpr.jaxpr.outvars, own.out_specs),
+        )
+    )  # fmt: skip
+    split, whole = sizes
+    return whole - split
+
+
+def _reduced_bytes(bundle: Bundle, rank: Inspected, run: Run) -> float:
+    """Finds the bytes that a device sends to its replicas in a reduction.
+
+    They are summed in a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC
+    69(2), 2009): each sends its parts while they are summed, and while the sums go round.
+    """
+    own, axes = bundle.computations[run.computation], rank.axes
+    over = next((spec[0] for spec in own.in_specs if spec), ())
+    devices, sent = math.prod(axes[a] for a in over), 0.0
+    for v, spec in zip(own.jaxpr.jaxpr.outvars, own.out_specs, strict=False):
+        whole = tuple(tuple(a for a in entry if a not in over) for entry in spec)
+        # A sum that is scattered goes round once.
+        turns = 1 if whole == spec else 0.5
+        sent += 2 * turns * array_bytes(v.aval, whole, axes) * (devices - 1) / devices
+    return sent
 
 
 def _check_tasks(measured: Costs, tasks: Iterable[Task]) -> None:
@@ -466,29 +504,13 @@ class _Around:
         """Returns the time of a run that is no task."""
         if (rank, id(run)) in self._shares:
             return self._shares[rank, id(run)]
-        seconds = self._reduced_bytes(rank, run) / self._bandwidth
+        seconds = 0.0
+        if run.label == REDUCTION:
+            seconds = _reduced_bytes(self._bundle, self._ranks[rank], run) / self._bandwidth
         if self._device is not None:
             found = self._ranks[rank].analyses[run.computation]
             seconds += self._device.seconds(found.flops, found.accessed_bytes)
         return seconds
-
-    def _reduced_bytes(self, rank: int, run: Run) -> float:
-        """Finds the bytes that a device sends to its replicas in a run: none but in reductions.
-
-        They are summed in a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms",
-        JPDC 69(2), 2009): each sends its parts while they are summed, and while the sums go round.
-        """
-        own, axes = self._bundle.computations[run.computation], self._ranks[rank].axes
-        if run.label != REDUCTION or not own.in_specs:
-            return 0.0
-        over = next((spec[0] for spec in own.in_specs if spec), ())
-        devices, sent = math.prod(axes[a] for a in over), 0.0
-        for v, spec in zip(own.jaxpr.jaxpr.outvars, own.out_specs, strict=True):
-            whole = tuple(tuple(a for a in entry if a not in over) for entry in spec)
-            # A sum that is scattered goes round once.
-            turns = 1 if whole == spec else 0.5
-            sent += 2 * turns * array_bytes(v.aval, whole, axes) * (devices - 1) / devices
-        return sent
 
 
 def _moments(held: Sequence[Any], runs: Sequence[tuple[float, str]]) -> list[Moment]:

@@ -2,7 +2,8 @@
 
 The catalogue has a class for each schedule, such as `OneFOneB`, and `by_name` finds them. `check`,
 `simulate`, `synthesize`, `to_text` and `plot` take any table; `from_tasks` and `FromTable` make one
-of your own, `Kind` a new kind of task. `Recompute` and `Offload` change a schedule.
+of your own, `Kind` a new kind of task. `Recompute`, `Offload`, `Gather` and `Reduce` change a
+schedule.
 """
 
 from jaxpp.schedules import building_blocks as building_blocks
@@ -45,6 +46,8 @@ from jaxpp.schedules._drawing import to_text as to_text
 from jaxpp.schedules._drawing import to_trace as to_trace
 from jaxpp.schedules._execute import Dependencies as Dependencies
 from jaxpp.schedules._execute import stage_dependencies as stage_dependencies
+from jaxpp.schedules._gather import Gather as Gather
+from jaxpp.schedules._gather import Reduce as Reduce
 from jaxpp.schedules._joined import joined as joined
 from jaxpp.schedules._kinds import Kind as Kind
 from jaxpp.schedules._offload import Offload as Offload

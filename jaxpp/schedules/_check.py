@@ -38,10 +38,10 @@ def check(
     Each stage has a forward of each microbatch, and a backward, whole (`B`) or in halves (`I` and
     `W`), unless the table is forward only; it may have a recomputation (`R`) between the two. All
     tasks of a stage are on one rank, or on one for each direction. What an `O` takes away, an `L`
-    brings back before anything reads it. Each task appears once, after the tasks that it depends
-    on. A task that overlaps is followed by one of another stage or
-    microbatch, which does not wait for it. To find deadlocks, `check` runs the orders of all ranks
-    against each other.
+    brings back before anything reads it; what a `G` or an `H` gathers, a later task reads. Each
+    task appears once, after the tasks that it depends on. A task that overlaps is followed by one
+    of another stage or microbatch, which does not wait for it. To find deadlocks, `check` runs the
+    orders of all ranks against each other.
 
     Args:
       table: the table.
@@ -74,6 +74,7 @@ def check(
     _check_complete(table, rows, allowed, backward)
     _check_rank_orders(table, rows)
     _check_copies(table, rows)
+    _check_windows(table, rows)
     _check_overlaps(table, rows)
     _check_execution(table, dependencies)
     if memory_limit is not None:
@@ -334,6 +335,33 @@ def _check_copies(table: Table, rows: _Rows) -> None:
                 fault = f"{reader} reads what is away until {load}; move that one up"
             raise ScheduleError(
                 f"{away.describe()} of rank {rank}: {fault}." + excerpt(table, {rank: places})
+            )
+
+
+def _check_windows(table: Table, rows: _Rows) -> None:
+    """Checks that what is made for the tasks of a stage is read, and that all sums are taken."""
+    left: dict[tuple[int, int], Task] = {}  # of each rank and stage the last task of a window
+    for task, window in table.windows.items():
+        rank, place = _locate(table, rows[task.kind, task.stage][task.microbatch])
+        if not window:
+            where, way = ("before it, since the last", "down") if task.kind.takes else (
+                "after it, before the next", "up"
+            )  # fmt: skip
+            raise ScheduleError(
+                f"{task.describe()} of rank {rank} ({task.kind.title}): no task that it is for "
+                f"comes {where} of its stage; drop it, or move it {way}."
+                + excerpt(table, {rank: [place]})
+            )
+        if task.kind.takes:
+            left[rank, task.stage] = task
+    for (rank, stage), task in left.items():
+        order = table.ranks[rank]
+        late = [n for n, t in enumerate(order) if t.stage == stage and t.kind in task.kind.takes]
+        if order.index(task) < late[-1]:
+            raise ScheduleError(
+                f"{task.describe()} of rank {rank} is the last {task.kind} of its stage, but comes "
+                f"before {order[late[-1]].describe()}, whose gradients nothing reduces then; add "
+                f"one after that." + excerpt(table, {rank: [order.index(task), late[-1]]})
             )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -41,6 +41,8 @@ class Costs:
       recompute: the time of an `R`; by default that of the `F`.
       offload: the time of an `O`: its bytes over the bandwidth to the host.
       load: the time of an `L`.
+      gather: the time of a `G` or an `H`.
+      reduce: the time of an `S`; those of a `Machine` come after the last task.
       other: the times of further kinds; by default their `Kind.cost`.
       per: whose time a number is, `"rank"` or `"stage"`.
       unit: the unit of time, such as `"s"`, for pictures.
@@ -69,6 +71,8 @@ class Costs:
     recompute: Cost | None = None
     offload: Cost = Kind.O.cost
     load: Cost = Kind.L.cost
+    gather: Cost = Kind.G.cost
+    reduce: Cost = Kind.S.cost
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
     per: Literal["rank", "stage"] = "rank"
     unit: str = ""
@@ -197,6 +201,8 @@ class Memory:
         of its inputs.
       offload: the change by an `O`, below 0; by default all that the `F` adds.
       load: the change by an `L`; by default all that the `F` adds.
+      gather: what a `G` or an `H` adds, up to the end of the last task that reads it.
+      reduce: what an `S` drops at its end, from the start of the first backward since the last one.
       other: the changes by further kinds; by default their `Kind.holds`.
       per: whose memory a number is, `"rank"` or `"stage"`.
 
@@ -212,6 +218,8 @@ class Memory:
     recompute: Cost | None = None
     offload: Cost | None = None
     load: Cost | None = None
+    gather: Cost = Kind.G.holds
+    reduce: Cost = Kind.S.holds
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
     per: Literal["rank", "stage"] = "rank"
 
@@ -280,13 +288,18 @@ class Memory:
         """
         order = table.ranks[rank]
         own = self.by_stage(placement_of(table))
+        added, last = (defaultdict[Task, float](float) for _ in range(2))
+        for task, window in table.windows.items():
+            of_window = (*window, task) if task.kind.takes else (task, *window)
+            added[of_window[0]] += own.of(task)
+            last[of_window[-1]] += own.of(task)
         changes = []
         for task, change in zip(order, of_each(own, order), strict=True):
-            dropped = 0.0
+            change, dropped = 0.0 if task.kind.of_stage else change, last[task]
             if task in table.dropped:
                 again = dataclasses.replace(task, kind=Kind.R)
-                dropped = change if table.forward_only else own.of(again)
-            changes.append((max(change, 0.0), min(change, 0.0) - dropped))
+                dropped += change if table.forward_only else own.of(again)
+            changes.append((max(change, 0.0) + added[task], min(change, 0.0) - dropped))
         return changes
 
 

@@ -1,7 +1,7 @@
 """Runs a table as its ranks would: each in its own order, each task after its inputs.
 
 A table becomes rows of numbered tasks for the simulator's clock: a rank is a row, and so are its
-copies and each link whose transfers take turns. Two tasks that overlap are one.
+copies, its collectives, and each link whose transfers take turns. Two tasks that overlap are one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,6 +112,11 @@ def number(table: Table, dependencies: Dependencies | None = None, join: bool = 
                 if -1 in own:
                     needs[n] = tuple(need for need in own if need >= 0)
                     absent[n] = Task(*choices[own.index(-1)][0], tasks[n].microbatch)
+    for task, window in table.windows.items():
+        for other in window:
+            reader, maker = (task, other) if task.kind.takes else (other, task)
+            n = rows[reader.kind, reader.stage][reader.microbatch]
+            needs[n] = (*needs[n], rows[maker.kind, maker.stage][maker.microbatch])
     rank_of: list[int] = []
     units: list[tuple[tuple[int, ...], ...]] = []
     for rank, order in enumerate(table.ranks):
@@ -219,12 +224,12 @@ def execute(
     together: Callable[[int, int], float] | None = None,
     wait_for_both: bool = True,
     sends: Sends | None = None,
-    lanes: bool = False,
+    lanes: Sequence[str] = (),
 ) -> Executed:
     """Runs each rank's units in order, each as soon as the rank is free and its inputs are there.
 
-    With lanes, a copy starts once the computing task before it has ended, the copies before it have
-    ended, and its inputs are there; the rank goes on beside it.
+    With lanes, a copy or a collective starts once the computing task before it has ended, those
+    before it in its lane have ended, and its inputs are there; the rank goes on beside it.
 
     Args:
       numbered: the table.
@@ -233,7 +238,7 @@ def execute(
       together: the time of two tasks that overlap; by default the sum.
       wait_for_both: whether of two such tasks neither starts before the inputs of both are there.
       sends: how ranks and links wait for transfers, in the place of `delay`.
-      lanes: whether tasks of the copy lane run beside those that compute.
+      lanes: the lanes whose tasks run beside those that compute.
 
     Returns:
       The times, and the ranks left stuck: none where the table is sound.
@@ -253,7 +258,7 @@ class _Rows:
     of the transfers of links. Of two tasks that overlap the first stands for both.
     """
 
-    def __init__(self, numbered: Numbered, costs: Sequence[float], lanes: bool):
+    def __init__(self, numbered: Numbered, costs: Sequence[float], lanes: Sequence[str]):
         self.numbered, self.costs = numbered, costs
         self.nothing = len(costs)
         self.time = [*costs, 0.0]
@@ -268,23 +273,23 @@ class _Rows:
         self.late: dict[int, int] = {}  # of two that end together, the one that decides the end
         self.source: dict[int, int] = {}  # of a transfer, the task that made it
         self.rows: list[list[int]] = [[] for _ in numbered.ranks]
-        copies: list[list[int]] = [[] for _ in numbered.ranks]
+        beside: dict[str, list[list[int]]] = {lane: [[] for _ in numbered.ranks] for lane in lanes}
         for rank, units in enumerate(numbered.ranks):
-            computed = copied = -1
+            last = dict.fromkeys(("compute", *lanes), -1)  # of each lane
             for unit in units:
-                copy = lanes and numbered.tasks[unit[0]].kind.lane == "copy"
-                since = (computed, copied) if copy else (computed,)
+                lane = numbered.tasks[unit[0]].kind.lane
+                lane, computed = lane if lane in beside else "compute", last["compute"]
+                since = dict.fromkeys((computed, last[lane]))
                 self.before[unit[0]] = tuple(n for n in since if n >= 0)
-                (copies if copy else self.rows)[rank].append(unit[0])
-                if copy:
-                    copied = unit[0]
-                    if computed >= 0:
-                        self.behind[unit[0]] = [(computed, 0.0)]
-                else:
-                    computed = unit[-1]
+                beside.get(lane, self.rows)[rank].append(unit[0])
+                if lane in beside and computed >= 0:
+                    self.behind[unit[0]] = [(computed, 0.0)]
+                last[lane] = unit[0] if lane in beside else unit[-1]
                 if len(unit) > 1:
                     self.first[unit[1]] = unit[0]
-        self.rows += copies
+        for rows in beside.values():
+            self.rows += rows
+        self.num_rows = len(self.rows)  # without those of links
 
     def send(self, sends: Sends) -> dict[tuple[int, int], tuple[int, float]]:
         """Gives transfers rows of their own; returns what each reader of a task waits for."""
@@ -399,7 +404,7 @@ class _Rows:
     def _blocks(self, found: Run) -> list[Block]:
         numbered, blocks = self.numbered, {}
         for row, (n, need) in sorted(found.stuck.items(), reverse=True):
-            if row >= 2 * len(numbered.ranks):
+            if row >= self.num_rows:
                 continue  # a link: the rank that reads from it is stuck, too
             rank, need = row % len(numbered.ranks), self.source.get(need, need)
             for m in (n, *(b for b, a in self.first.items() if a == n)):

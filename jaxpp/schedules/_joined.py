@@ -24,7 +24,7 @@ def joined(table: Table, steps: int, delay: int = 1) -> Table:
       delay: of which delay they are; without one, 0, a stage waits for its own update.
 
     Raises:
-      ValueError: there is no step, or the delay is negative.
+      ValueError: there is no step, the delay is negative, or the table gathers or reduces.
 
     >>> from jaxpp.schedules import OneFOneB, simulate
     >>> one = OneFOneB().table(4, 8)
@@ -34,6 +34,11 @@ def joined(table: Table, steps: int, delay: int = 1) -> Table:
     if steps < 1 or delay < 0:
         raise ValueError(
             f"joined: there is at least 1 step, of a delay of at least 0, got {steps} and {delay}."
+        )
+    if of_step := sorted(kind for kind in table.kinds if kind.of_stage):
+        raise ValueError(
+            f"joined: the tasks {', '.join(of_step)} are of a stage in one step, and a table "
+            f"cannot say which; join that of the schedule without them. jaxpp.place joins both."
         )
     found, m = number(table), table.num_microbatches
     count, loops = len(found.tasks), [[] for _ in table.ranks]

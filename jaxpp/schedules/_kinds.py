@@ -20,12 +20,14 @@ class _Kinds(type):
 
 
 class Kind(str, metaclass=_Kinds):
-    """A kind of task: `F` forward, `B` backward and its halves, `R`, `O` and `L`, or yours.
+    """A kind of task: `F` forward, `B` backward and its halves, a further one, or yours.
 
     `I` gives the cotangents of a stage's inputs, which the stage before waits for; `W` gives the
     gradients of its weights, which nothing waits for. `B` is `I`, then `W`. `R` computes the
     activations again that the backward reads: the `F` of its stage and microbatch drops them. `O`
-    offloads them to the memory of the host, and `L` loads them back.
+    offloads them to the memory of the host, and `L` loads them back. `G` gathers the parameters of
+    its stage for tasks from the `F` of its microbatch on, and `H` from a backward of it on. `S`
+    sums the gradients of its stage over replicas, up to those of its microbatch.
 
     A kind is its letter, a `str`, with a record of all that is known of it; a new kind is one
     value: a capital letter, its title, and further fields by name. The letter alone gives a kind
@@ -39,8 +41,13 @@ class Kind(str, metaclass=_Kinds):
       parts: the kinds whose costs add up to its own, where it has none.
       cost: its time, where `Costs` has none.
       holds: the change of the activations that its rank holds.
-      lane: what of its rank it runs on: `"compute"`, or `"copy"`, beside the tasks that compute. A
-        rank starts its tasks in their order; those of one lane run one after the other.
+      lane: what of its rank it runs on: `"compute"`, or, beside the tasks that compute, `"copy"` or
+        `"collective"`. A rank starts its tasks in their order; those of one lane run one after the
+        other.
+      of_stage: whether what it makes is of its stage, not of a microbatch: the tasks of the stage
+        that come after it on its rank read it, up to the next task that `makes` the same.
+      takes: of what is `of_stage`, the kinds of the stage's tasks before it, since the last one of
+        its kind, whose results it takes; none where it makes something for those after it.
       field: the field of `Costs` and `Memory` that it has; by default an entry of their `other`.
       colours: in drawings, of a rank's first stage and of its last.
 
@@ -62,6 +69,9 @@ class Kind(str, metaclass=_Kinds):
     R: ClassVar["Kind"]
     O: ClassVar["Kind"]  # noqa: E741
     L: ClassVar["Kind"]
+    G: ClassVar["Kind"]
+    H: ClassVar["Kind"]
+    S: ClassVar["Kind"]
 
     title: str  # pyright: ignore[reportIncompatibleMethodOverride]
     after: tuple[str, ...]
@@ -69,7 +79,9 @@ class Kind(str, metaclass=_Kinds):
     parts: tuple[str, ...]
     cost: float
     holds: float
-    lane: Literal["compute", "copy"]
+    lane: Literal["compute", "copy", "collective"]
+    of_stage: bool
+    takes: tuple[str, ...]
     field: str
     colours: tuple[str, str]
 
@@ -83,7 +95,9 @@ class Kind(str, metaclass=_Kinds):
         parts: Iterable[str] = (),
         cost: float = 1.0,
         holds: float = 0.0,
-        lane: Literal["compute", "copy"] = "compute",
+        lane: Literal["compute", "copy", "collective"] = "compute",
+        of_stage: bool = False,
+        takes: Iterable[str] = (),
         field: str = "",
         colours: tuple[str, str] = ("#4d5663", "#c3c9d1"),
     ) -> "Kind":
@@ -101,6 +115,7 @@ class Kind(str, metaclass=_Kinds):
         self.title, self.field = title, field
         self.after, self.makes, self.parts = tuple(after), makes, tuple(parts)
         self.cost, self.holds, self.lane, self.colours = cost, holds, lane, colours
+        self.of_stage, self.takes = of_stage, tuple(takes)
         if known is None:
             for other in (*self.after, *filter(None, [makes])):
                 Kind(other)
@@ -128,7 +143,7 @@ class Kind(str, metaclass=_Kinds):
     @property
     def is_own(self) -> bool:
         """Tells whether the kind is one of the library's own."""
-        return self in "FBIWROL"
+        return self in "FBIWROLGHS"
 
     @property
     def before(self) -> "tuple[Kind, ...]":
@@ -177,3 +192,10 @@ Kind.O = Kind("O", "offload", after="F", holds=-1.0, lane="copy", field="offload
               colours=("#5f6b73", "#c4ccd1"))  # fmt: skip
 Kind.L = Kind("L", "load", after="O", makes="F", holds=1.0, lane="copy", field="load",
               colours=("#2a8c8c", "#a6dcdc"))  # fmt: skip
+# What they hold are parameters and gradients, which `Memory` counts only if it is told to.
+Kind.G = Kind("G", "gather", lane="collective", of_stage=True, field="gather",
+              colours=("#b5533c", "#ecc2b5"))  # fmt: skip
+Kind.H = Kind("H", "gather again", makes="G", parts="G", lane="collective", of_stage=True,
+              colours=("#8f6a4a", "#dcc9b4"))  # fmt: skip
+Kind.S = Kind("S", "sum over replicas", lane="collective", of_stage=True, takes="BIW",
+              field="reduce", colours=("#7a7a2e", "#d6d6a8"))  # fmt: skip

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp.schedules._kinds import Kind
@@ -239,20 +239,120 @@ class Table:
                 if start < end and self.tasks.isdisjoint((own[Kind.R], own[Kind.O])):
                     added.setdefault(start, []).append(own[Kind.O])
                     added.setdefault(end, []).append(own[Kind.L])
-            tasks: list[Task] = []
-            n = 0
-            for task in (*order, None):
-                if task is None or task.kind.lane == "compute":
-                    tasks += sorted(added.get(n, ()), key=lambda own: own.kind is Kind.L)
-                    n += 1
-                tasks += [task] if task else []
-            ranks.append(tuple(tasks))
+            for own in added.values():
+                own.sort(key=lambda task: task.kind is Kind.L)
+            ranks.append(_with_added(order, added))
+        return dataclasses.replace(self, ranks=tuple(ranks))
+
+    def with_gathers(
+        self, which: Callable[[int], bool], held: int | None = None, ahead: int = 0
+    ) -> "Table":
+        """Returns the same table with a `G` or an `H` before tasks of some stages.
+
+        A rank holds the gathered parameters of so many of its stages at once: before it gathers
+        those of a further one it drops those that it reads again last (Belady's rule). A `G` comes
+        before an `F`, an `H` before any other task; none comes twice for a microbatch.
+
+        Args:
+          which: tells for a stage whether its parameters are gathered.
+          held: how many stages' parameters a rank holds at once; None for all of its stages, 0
+            where each task drops them.
+          ahead: the number of computing tasks that the rank runs between a gather and its reader.
+
+        >>> tasks = [Task(Kind(kind), s, i) for kind in "FB" for s in (0, 1) for i in (0, 1)]
+        >>> table = Table((tuple(tasks),), num_stages=2, num_microbatches=2)
+        >>> print(*table.with_gathers(lambda stage: stage == 0, held=1).ranks[0])
+        G0.0 F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 B1.0 B1.1
+        >>> print(*table.with_gathers(lambda stage: True, held=1).ranks[0])
+        G0.0 F0.0 F0.1 G1.0 F1.0 F1.1 H0.0 B0.0 B0.1 H1.0 B1.0 B1.1
+        """
+        ranks = []
+        for order in self.ranks:
+            computing = [task for task in order if task.kind.lane == "compute"]
+            joined = [False, *(task in self.overlaps for task in computing)]
+            again = _next_places(computing)
+            added: dict[int, list[Task]] = {}
+            done: set[Task] = set()
+            last: dict[int, int] = {}  # for each stage the place of its last reader so far
+            known: dict[int, int] = {}  # for each gathered stage the place of its next reader
+            for n, task in enumerate(computing):
+                if not which(stage := task.stage):
+                    continue
+                own = Task(Kind.G if task.kind is Kind.F else Kind.H, stage, task.microbatch)
+                since = last.get(stage, -1)
+                # Two tasks that overlap have nothing between them, and one gather.
+                if stage not in known and own not in done and not (joined[n] and since == n - 1):
+                    start = max(n - ahead, since + 1)
+                    if joined[start]:
+                        start += 1 if since == start - 1 else -1
+                    added.setdefault(start, []).append(own)
+                    done.add(own)
+                known.pop(stage, None)
+                while held is not None and len(known) >= max(held, 1):
+                    del known[max(known, key=known.__getitem__)]
+                last[stage] = n
+                if held != 0:
+                    known[stage] = again[n]
+            ranks.append(_with_added(order, added))
+        return dataclasses.replace(self, ranks=tuple(ranks))
+
+    def with_reductions(self, which: Callable[[int], bool], every: int | None = None) -> "Table":
+        """Returns the same table with an `S` after the last backward of some stages.
+
+        Args:
+          which: tells for a stage whether its gradients are reduced so.
+          every: the number of backwards after which there is an `S`, too; None for none of these.
+
+        >>> tasks = [Task(Kind(kind), s, i) for kind in "FB" for s in (0, 1) for i in (0, 1)]
+        >>> table = Table((tuple(tasks),), num_stages=2, num_microbatches=2)
+        >>> print(*table.with_reductions(lambda stage: stage == 0).ranks[0])
+        F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 S0.1 B1.0 B1.1
+        """
+        ranks = []
+        for order in self.ranks:
+            computing = [task for task in order if task.kind.lane == "compute"]
+            done, added = dict[int, int](), dict[int, list[Task]]()
+            last = {task.stage: n for n, task in enumerate(computing) if task.kind in Kind.S.takes}
+            for n, task in enumerate(computing):
+                if which(task.stage) and task.kind in (Kind.B, Kind.W):
+                    done[task.stage] = done.get(task.stage, 0) + 1
+                    if n == last[task.stage] or (every and done[task.stage] % every == 0):
+                        own = Task(Kind.S, task.stage, task.microbatch)
+                        added.setdefault(n + 1 + (task in self.overlaps), []).append(own)
+            ranks.append(_with_added(order, added))
         return dataclasses.replace(self, ranks=tuple(ranks))
 
     @functools.cached_property
-    def copies(self) -> bool:
-        """Tells whether tasks run on a copy lane, beside those that compute."""
-        return any(kind.lane == "copy" for kind in self.kinds)
+    def windows(self) -> dict[Task, tuple[Task, ...]]:
+        """For each task that is of its stage, the computing tasks that read or make its values.
+
+        >>> tasks = (Task(Kind.G, 0, 0), Task(Kind.F, 0, 0), Task(Kind.H, 0, 0), Task(Kind.B, 0, 0))
+        >>> for task, readers in Table((tasks,), num_stages=1, num_microbatches=1).windows.items():
+        ...     print(task, "->", *readers)
+        G0.0 -> F0.0
+        H0.0 -> B0.0
+        """
+        found: dict[Task, list[Task]] = {}
+        for order in self.ranks if any(kind.of_stage for kind in self.kinds) else ():
+            now: dict[tuple[int, str], Task] = {}
+            for n, task in enumerate(order):
+                if task.kind.takes:
+                    own = [t for t in order[:n] if t.stage == task.stage]
+                    since = max((n for n, t in enumerate(own) if t.kind is task.kind), default=-1)
+                    found[task] = [t for t in own[since + 1 :] if t.kind in task.kind.takes]
+                elif task.kind.of_stage:
+                    now[task.stage, task.kind.makes or task.kind] = task
+                    found[task] = []
+                elif task.kind.lane == "compute":
+                    for (stage, _), maker in now.items():
+                        if stage == task.stage:
+                            found[maker].append(task)
+        return {task: tuple(readers) for task, readers in found.items()}
+
+    @functools.cached_property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes on which tasks run beside those that compute: of `"copy"`, `"collective"`."""
+        return tuple(sorted({kind.lane for kind in self.kinds} - {"compute"}))
 
     @functools.cached_property
     def forward_only(self) -> bool:
@@ -289,6 +389,27 @@ class Table:
         (4, 3, 2, 1)
         """
         return tuple(int(_peak(tasks, self.dropped)) for tasks in self.ranks)
+
+
+def _with_added(order: Sequence[Task], added: Mapping[int, Sequence[Task]]) -> tuple[Task, ...]:
+    """Adds tasks to an order: those of place n before the computing task of that number."""
+    tasks: list[Task] = []
+    n = 0
+    for task in (*order, None):
+        if task is None or task.kind.lane == "compute":
+            tasks += added.get(n, ())
+            n += 1
+        tasks += [task] if task else []
+    return tuple(tasks)
+
+
+def _next_places(tasks: Sequence[Task]) -> list[int]:
+    """Returns for each task the place of the next one of its stage, or the number of all tasks."""
+    places, following = [len(tasks)] * len(tasks), dict[int, int]()
+    for n in reversed(range(len(tasks))):
+        places[n] = following.get(tasks[n].stage, len(tasks))
+        following[tasks[n].stage] = n
+    return places
 
 
 def _peak(tasks: tuple[Task, ...], dropped: frozenset[Task]) -> float:

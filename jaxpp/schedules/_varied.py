@@ -11,8 +11,10 @@ from jaxpp.schedules._table import Table, Task
 
 @dataclasses.dataclass(frozen=True)
 class Varied(Schedule):
-    """A schedule whose table has further tasks: the base of `Recompute` and `Offload`."""
+    """A schedule whose table has further tasks: the base of `Recompute` and its like."""
 
+    # Whether what is added serves the backward alone; no field of the dataclass.
+    for_backward = True
     schedule: Schedule | str = OneFOneB()
     stages: Iterable[int] | None = None
 
@@ -66,7 +68,7 @@ class Varied(Schedule):
           ValueError: there is no such table, or it has no such stage or microbatch, or no backward.
         """
         table = self._plain.table(num_stages, num_microbatches)
-        if table.forward_only:
+        if table.forward_only and self.for_backward:
             raise ValueError(
                 f"{self._plain} has no backward, for which {type(self).__name__} could keep less; "
                 f"use it as it is."

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, jaxprs
 from jaxpp._program import Argument, Result, Role, counted
-from jaxpp._specs import axis_sizes
+from jaxpp._specs import Spec, axis_sizes
 from jaxpp.jaxprs import Var
 
 #: When an equation runs: if each of these variables has its number.
@@ -30,17 +30,21 @@ class Fact:
             or the combination of the parts' reductions.
         gathered: why it is put together from parts of several stages; empty if it is not.
         guard: when its equation runs; empty for always.
+        whole: how it is split where the parameters that it is made of are gathered; None if that is
+            as it is split anyway.
     """
 
     anywhere: bool = False
     gathered: str = ""
     guard: Guard = ()
+    whole: Spec | None = None
 
     def as_text(self, name: Callable[[Var], str]) -> str:
         """Writes the fact; `name` gives the name that a variable has in the text of the jaxpr."""
         when = ", ".join(f"{name(v)} is {k}" for v, k in self.guard)
         said = ["made anywhere"] * self.anywhere
         said += [f"gathered {self.gathered}"] if self.gathered else []
+        said += [f"in tasks split {self.whole}"] if self.whole is not None else []
         return ", ".join([*said, *([f"where {when}"] if when else [])])
 
 

@@ -129,7 +129,7 @@ def test_synthesis_offloads_or_recomputes_within_a_limit_whichever_takes_less(co
     check(both.table)
     assert max(simulate(both.table, costs).peak_memory) <= 2
     with_room = synthesize(costs, (0, 1, 2, 3), 8, evaluations=50, offload=True)
-    assert not with_room.table.copies
+    assert not with_room.table.lanes
 
 
 def test_late_weight_gradients_are_offloaded_where_the_time_is_longest():

@@ -63,7 +63,7 @@ class Cutter:
             return str(error)
         if stages > layers.count:
             return f"{stages} stages, but the function has {layers.count} units"
-        if self.plain.copies and not layers.copy:
+        if "copy" in self.plain.lanes and not layers.copy:
             return "it offloads, and nobody knows the host_bandwidth of the device"
         return ""
 

@@ -40,6 +40,9 @@ class ArrayHandle(jax.Array):
         """The bytes of all elements."""
         return self.size * self.itemsize
 
+    def want(self) -> None:
+        """Notes that the value is wanted here, where it is not, so that one fetch brings many."""
+
     def __len__(self):
         if not self.shape:
             raise TypeError("len() of an array without axes")

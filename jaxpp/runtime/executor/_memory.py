@@ -70,7 +70,8 @@ def _analyse(executable: Any) -> Analysis:
 
 
 #: The kind of bytes that are in the memory of the host, and of no device. The other kinds are those
-#: of arguments by their role, "accumulators", "activations", "messages" and "temporary".
+#: of arguments by their role, "accumulators", "activations", "messages" and "temporary"; what a `G`
+#: or an `H` gathers are "parameters", and what an `S` reduces "accumulators".
 HOST = "host"
 _OF_ROLE = {
     Role.PARAMETER: "parameters",
@@ -195,6 +196,8 @@ class _Ledger:
         specs = computation.out_specs or ((),) * len(run.outputs)
         for o, (slot, spec) in enumerate(zip(run.outputs, specs, strict=True)):
             kind = "activations" if task else "other"
+            if task and task.kind.of_stage:
+                kind = "accumulators" if task.kind.takes else "parameters"
             if self._last[slot] is run:
                 kind = self._results.get(slot, kind)
             aval = computation.jaxpr.out_avals[o]

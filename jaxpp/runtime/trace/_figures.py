@@ -54,8 +54,10 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
         if maker and maker.loop == run.loop:
             read.extend(itertools.product(run.tasks, maker.tasks))
     for reader, task in read:
-        # An offload comes after tasks of its rank that read the same.
-        if reader.kind is not Kind.O and task.microbatch == reader.microbatch:
+        # An offload comes after tasks of its rank that read the same. Windows are the table's.
+        if reader.kind is Kind.O or task.kind.of_stage:
+            continue
+        if task.microbatch == reader.microbatch:
             needs[reader.kind, reader.stage][task.kind, task.stage] = None
             if task.kind is Kind.L:  # of another microbatch it may read what the forward made
                 needs[reader.kind, reader.stage][Kind.F, task.stage] = None

@@ -34,8 +34,8 @@ class Cell:
 def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
     """Returns each rank's tasks with their places, by start.
 
-    Tasks that run at the same time share the height of their row; copies are in a lane of their
-    own, the last.
+    Tasks that run at the same time share the height of their row; copies and collectives
+    are in lanes of their own, the last.
 
     >>> from jaxpp.schedules import Interleaved1F1B, simulate
     >>> cells = lay_out(simulate(Interleaved1F1B(2).table(num_stages=4, num_microbatches=2)))
@@ -51,11 +51,12 @@ def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
     placed = []
     for spans in rows:
         lanes = _lanes([s for s in spans if s.task.kind.lane == "compute"], tolerance)
-        if table.copies:
+        if table.lanes:
             most = max((lane for lane, _ in lanes), default=0) + 1
-            own = iter(lanes)
+            place = {name: most + n for n, name in enumerate(table.lanes)}
+            own, count = iter(lanes), most + len(place)
             lanes = [
-                ((next(own)[0] if span.task.kind.lane == "compute" else most), most + 1)
+                (place[lane] if (lane := span.task.kind.lane) in place else next(own)[0], count)
                 for span in spans
             ]
         homes = [(direction_of[span.task.microbatch], span.task.stage) for span in spans]

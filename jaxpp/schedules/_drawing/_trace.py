@@ -90,8 +90,10 @@ def _name_threads(process: int, rows: tuple[tuple[Cell, ...], ...]) -> Iterable[
     num_lanes = max((cell.num_lanes for cells in rows for cell in cells), default=1)
     for rank, cells in enumerate(rows):
         for lane in range(max((cell.num_lanes for cell in cells), default=1)):
-            copies = any(c.lane == lane and c.span.task.kind.lane == "copy" for c in cells)
-            name = f"rank {rank}" + (", copies" if copies else ", at the same time" * (lane > 0))
+            kinds = {c.span.task.kind.lane for c in cells if c.lane == lane} - {"compute"}
+            beside = {"copy": ", copies", "collective": ", collectives"}
+            own = beside[kinds.pop()] if kinds else ", at the same time" * (lane > 0)
+            name = f"rank {rank}{own}"
             thread = FIRST_THREAD + lane * len(rows) + rank
             yield from name_thread(process, thread, name, rank * num_lanes + lane)
 

@@ -131,7 +131,7 @@ class Timeline:
 
         What is offloaded counts until its copy has ended.
         """
-        if self.table.copies:
+        if self.table.lanes:
             each = map(self.memory_over_time, range(self.num_ranks))
             return tuple(max((held for _, held in own), default=0.0) for own in each)
         peaks, resident = self.memory.peaks(self.table), self.machine.held(self.num_ranks)
@@ -197,9 +197,10 @@ def simulate(
 ) -> Timeline:
     """Runs a table under a cost model: each task as early as its rank and its inputs allow.
 
-    A rank has two lanes, one that computes and one that copies. A copy, such as an `O`, starts once
-    the computing task before it in the rank's order has ended, the copies before it have ended, and
-    its inputs are there; tasks that do not read what it makes go on beside it.
+    A rank has three lanes: one that computes, one that copies and one of collectives. A copy, such
+    as an `O`, or a collective, such as a `G`, starts once the computing task before it in the
+    rank's order has ended, those before it in its lane have ended, and its inputs are there; tasks
+    that do not read what it makes go on beside it.
 
     By default ranks are equal and do not wait until the results that they send have arrived, links
     take any number of transfers at once, and a step ends with its last task. `machine` says
@@ -257,7 +258,7 @@ def simulate(
         lambda a, b: costs.together(tasks[a], tasks[b]) / speeds[rank_of[a]],
         wait_for_both=overlap == "atomic",
         sends=sends,
-        lanes=table.copies,
+        lanes=table.lanes,
     )
     if result.blocks:
         raise explain_blocks(table, result.blocks)

@@ -96,8 +96,8 @@ def _problem(first: GraphTask, second: GraphTask, late: Sequence[GraphTask] = ()
         jaxpr = task.body.jaxpr
         if jaxpr.effects or any(jaxprs.contains(e, _calls_back) for e in jaxpr.eqns):
             return f"{task.body.name} calls back to Python, or has another effect"
-        if task.waits or not task.task or task.task.kind.lane == "copy":
-            return f"{task.body.name} copies, or is no task of a loop"
+        if task.waits or not task.task or task.task.kind.lane != "compute":
+            return f"{task.body.name} copies or is a collective, or is no task of a loop"
     return "they are of two loops" if first.loop != second.loop else ""
 
 

@@ -13,9 +13,12 @@ from typing import Any
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
+from jaxpp import jaxprs
 from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import Spec, axes_of, spec_of
 from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside._shardy import variable_specs
+from jaxpp.transforms.tasks import is_loop
 
 # ---- what the caller says ------------------------------------------------------------------------
 
@@ -157,7 +160,8 @@ def _checked(given: Any, leaf: Any, sizes: Mapping[str, int], name: str) -> Spec
 # optimizer state split (ZeRO-1, section 5.1) the gradients are reduced and scattered, each replica
 # updates the part of the parameters that its state is for, and the new parameters are gathered,
 # once a step. With parameters split too (ZeRO-3, section 5.3) each task gathers the parameters that
-# it reads, and drops them when it ends. Gradients are accumulated whole all the same, as they are
+# it reads, and drops them when it ends, unless tasks of the schedule gather them (`Gather`).
+# Gradients are accumulated whole all the same, as they are
 # reduced once a step.
 
 
@@ -211,4 +215,29 @@ def split_state(step: Step) -> Step:
         else r
         for r in step.results
     )
-    return dataclasses.replace(step, arguments=tuple(arguments), results=results)
+    split = dataclasses.replace(step, arguments=tuple(arguments), results=results)
+    return _note_gathered(split, [own.spec for own in step.arguments])
+
+
+def _note_gathered(step: Step, whole: Sequence[Spec]) -> Step:
+    """Notes how constants of loops that gather them are split once they are gathered.
+
+    Args:
+        step: the step, whose parameters are split.
+        whole: the spec that each argument had before.
+    """
+    assert step.inside is not None
+    gathering = [e for e in step.jaxpr.eqns if is_loop(e) and {*"GH"} & e.params["table"].kinds]
+    read = jaxprs.variables([v for e in gathering for v in e.invars[: e.params["num_consts"]]])
+    if not read:
+        return step
+    split, kept = (
+        variable_specs(step.jaxpr, read, specs, step.inside.sizes)
+        for specs in ([own.spec for own in step.arguments], whole)
+    )
+    facts = {
+        v: dataclasses.replace(step.fact(v), whole=kept[v])
+        for v in read
+        if kept[v] is not None and kept[v] != split[v]
+    }
+    return dataclasses.replace(step, facts={**step.facts, **facts})

@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Hashable, Iterable
 
 from jaxpp import _compat, jaxprs
+from jaxpp._program import REDUCTION
 from jaxpp.jaxprs import Eqn
+from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.graph import Body, GraphTask, TaskGraph
+from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, GraphValue
 from jaxpp.transforms.place._build_loop import LoopTasks
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.place._values import Values
@@ -22,7 +24,8 @@ def build(step: Step) -> TaskGraph:
     """
     builder = _StepGraph(step)
     for eqn in step.jaxpr.eqns:
-        (builder.segment if is_segment(eqn) else builder.loop)(eqn)
+        if id(eqn) not in builder.reduced:
+            (builder.segment if is_segment(eqn) else builder.loop)(eqn)
     return builder.graph()
 
 
@@ -59,6 +62,8 @@ class _StepGraph:
         self.tasks: list[GraphTask] = []
         self.loop_number = itertools.count()
         self.stages_before = 0  # of the loops so far
+        #: The segments that tasks of a loop do, by their identities.
+        self.reduced: set[int] = set()
 
     def ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Returns the ranks of some stages."""
@@ -87,9 +92,25 @@ class _StepGraph:
     def loop(self, eqn: Eqn) -> None:
         """Adds the tasks of a loop."""
         ranks, number = self.ranks_of, next(self.loop_number)
-        loop = LoopTasks(eqn, number, self.stages_before, ranks, self.values, self.bodies)
-        self.tasks += loop.tasks()
+        own = (number, self.stages_before, ranks, self.values, self.bodies)
+        loop = LoopTasks(eqn, *own, self._reductions(eqn))
+        self.tasks = (
+            _late(self.tasks, loop.tasks()) if loop.reductions else [*self.tasks, *loop.tasks()]
+        )
         self.stages_before += loop.loop.num_stages
+
+    def _reductions(self, loop: Eqn) -> dict[int, list[Eqn]]:
+        """Finds the segments of each stage that combine results of a loop: what its `S` does."""
+        found: dict[int, list[Eqn]] = {}
+        table = loop.params["table"]
+        stages = {task.stage for task in table.tasks if task.kind is Kind.S}
+        for eqn in filter(is_segment, self.step.jaxpr.eqns):
+            (stage, *others) = eqn.params["stages"]
+            reduces = eqn.params["label"] == REDUCTION and not others
+            if reduces and stage % table.num_stages in stages and {*eqn.invars} <= {*loop.outvars}:
+                found.setdefault(stage, []).append(eqn)
+                self.reduced.add(id(eqn))
+        return found
 
     # ---- segments -------------------------------------------------------------------------------
 
@@ -129,6 +150,22 @@ class _StepGraph:
         return jaxprs.Part(
             jaxpr, tuple(read[n] for n in inputs), tuple(eqn.outvars[n] for n in outputs)
         )
+
+
+def _late(before: Iterable[GraphTask], tasks: Iterable[GraphTask]) -> list[GraphTask]:
+    """Puts what makes the first values of accumulators right before the tasks that read them."""
+    made: list[GraphTask] = []
+    starts: dict[GraphValue, GraphTask] = {}
+    for task in (*before, *tasks):
+        if task.label == "start" and not task.inputs:
+            starts.update(dict.fromkeys(task.outputs, task))
+            continue
+        for own in dict.fromkeys(starts[v] for v in task.inputs if v in starts):
+            made.append(own)
+            for value in own.outputs:
+                del starts[value]
+        made.append(task)
+    return [*made, *dict.fromkeys(starts.values())]
 
 
 def _origin(eqn) -> str:

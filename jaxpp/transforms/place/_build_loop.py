@@ -3,21 +3,23 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat, jaxprs, schedules
-from jaxpp._specs import as_weak_as
+from jaxpp._specs import as_weak_as, filled
 from jaxpp.jaxprs import Aval, Eqn, Literal, Var, primitives
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Inside
 from jaxpp.transforms.graph import Body, GraphTask, GraphValue
 from jaxpp.transforms.inside import on_rows
 from jaxpp.transforms.place._values import Values, operands_of
+from jaxpp.transforms.stages import called_as
 from jaxpp.transforms.tasks import ScheduledLoop, row_type, rows_type
 
 
@@ -65,7 +67,8 @@ class LoopTasks:
 
     `shared` has, for each direction, the operands that all microbatches read, and the current
     values of accumulators; `sent` what a task of a microbatch hands to others; and `own` what a
-    stage makes again of a microbatch, or moves, for itself.
+    stage makes again of a microbatch, or moves, for itself; `gathered` has, for each stage and
+    direction, the operands that it has gathered last.
 
     Args:
         eqn: the loop's equation.
@@ -74,6 +77,7 @@ class LoopTasks:
         ranks_of: the rank of each stage, in one direction after the other.
         values: makes values.
         bodies: those of tasks so far; equal ones are one.
+        reductions: the segments of each stage that its `S` does.
     """
 
     def __init__(
@@ -84,10 +88,11 @@ class LoopTasks:
         ranks_of: Sequence[int],
         values: Values,
         bodies: dict[Hashable, Body],
+        reductions: Mapping[int, Sequence[Eqn]],
     ):
         self.loop = loop = ScheduledLoop.of(eqn)
         self.number, self.stages_before, self.ranks_of = number, stages_before, ranks_of
-        self.values, self.all_bodies = values, bodies
+        self.values, self.all_bodies, self.reductions = values, bodies, reductions
         self.equations = {t.params["key"]: t for t in (*loop.tasks, *loop.recomputations)}
         _check_kinds(loop.table, [kind for kind, _ in self.equations])
         orders = map(itertools.pairwise, loop.table.ranks)
@@ -98,6 +103,16 @@ class LoopTasks:
         self.kept_in: dict[Any, Any] = dict(zip(loop.carry_outs, loop.carries, strict=True))
         self.kept_in.update((v, v) for v in loop.ys)
         self.shared = self._operands_of(eqn)
+        #: How the operands that are gathered are split then, by their variables.
+        self.whole = {
+            v: spec
+            for v, atom in zip(loop.consts, eqn.invars, strict=False)
+            if not jaxprs.is_literal(atom) and (spec := values.fact(atom).whole) is not None
+        }
+        self.gathered: dict[tuple[int, int], dict[Var, GraphValue]] = {}
+        #: For each stage the last `S`, and the sums of those before it.
+        self.last_sum = {(t.stage, self._direction(t)): t for t in self.order if t.kind is Kind.S}
+        self.sums: dict[int, list[GraphValue]] = {}
         self.sent: dict[tuple[int, Var], GraphValue] = {}
         self.own: dict[tuple[int, int], dict[Var, GraphValue]] = {}
         self.offloaded: dict[tuple[int, int], dict[Var, None]] = {}
@@ -111,6 +126,10 @@ class LoopTasks:
         for task in self.order:
             if task.kind in (Kind.O, Kind.L):
                 yield from self._moved(task)
+            elif task.kind in (Kind.G, Kind.H):
+                yield from self._gathered(task)
+            elif task.kind is Kind.S:
+                yield from self._summed(task)
             elif (task.kind, task.stage) in self.equations:
                 yield self._computed(task)
 
@@ -147,7 +166,7 @@ class LoopTasks:
     def _read(self, variables: Iterable[Var], task: Task) -> list[GraphValue]:
         """Returns the values of variables that a task reads."""
         mb, direction = self._microbatch(task), self._direction(task)
-        own = self.own.get((mb, task.stage), {})
+        own = self.own.get((mb, task.stage), {}) | self.gathered.get((task.stage, direction), {})
         return [
             own.get(v) or self.sent.get((mb, v)) or self.shared[v, direction] for v in variables
         ]
@@ -192,6 +211,83 @@ class LoopTasks:
         outputs = [GraphValue(aval, "edge", str(task)) for aval in body.jaxpr.out_avals]
         own |= zip(moved, outputs, strict=True)
         yield self._task(task, body, inputs, outputs)
+
+    def _gathered(self, task: Task) -> Iterator[GraphTask]:
+        """Makes a task that gathers the parameters that those of its window read."""
+        readers = {(own.kind, own.stage): None for own in self.loop.table.windows[task]}
+        eqns = (self.equations[key] for key in readers if key in self.equations)
+        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if v in self.whole)
+        if not read:
+            return
+        direction = self._direction(task)
+        inputs = [self.shared[v, direction] for v in read]
+        key = "gather", tuple(value.aval for value in inputs)
+        if (body := self.all_bodies.get(key)) is None:
+            made = jax.make_jaxpr(lambda *xs: xs)
+            body = self.all_bodies[key] = Body(f"{task.kind}{task.stage}", made(*key[1]), ())
+        outputs = [
+            GraphValue(value.aval, "edge", str(task), spec=self.whole[v])
+            for v, value in zip(read, inputs, strict=True)
+        ]
+        self.gathered[task.stage, direction] = dict(zip(read, outputs, strict=True))
+        yield self._task(task, body, inputs, outputs)
+
+    def _summed(self, task: Task) -> Iterator[GraphTask]:
+        """Makes a task that combines what replicas have added up for a stage since the last one.
+
+        The last one makes the results of the segments; those before it leave sums of what the
+        tasks that an `S` takes have added up, and these accumulators begin anew.
+        """
+        direction = self._direction(task)
+        number = self.loop.stage_number(task.stage, direction)
+        of_kinds = (e for e in self.loop.tasks if e.params["key"].kind in task.kind.takes)
+        taken = {v for e in of_kinds for v in e.outvars}
+        summed = {own for (v, _), own in self.results.items() if v in taken}
+        found, is_last = (
+            self.reductions.get(number, ()),
+            task == self.last_sum[task.stage, direction],
+        )
+        parts = [e for e in found if _adds(e) and {*e.invars} <= summed]
+        segments = [*parts, *(e for e in found if is_last and e not in parts)]
+        if not segments:
+            return
+        rows = [v for e in segments for v in jaxprs.variables(e.invars)]
+        sums = self.sums.get(number, [])
+        inputs = [*map(self.values.operand, rows), *sums]
+        key = "sum", *(jaxprs.structure(e.params["jaxpr"]) for e in segments), len(sums)
+        if (body := self.all_bodies.get(key)) is None:
+            made = jax.make_jaxpr(_summing([e.params["jaxpr"] for e in segments], len(sums)))
+            jaxpr, _ = jaxprs.without_constants(made(*(value.aval for value in inputs)))
+            body = self.all_bodies[key] = Body(f"{task.kind}{task.stage}", jaxpr, None)
+        if is_last:
+            results = (v for e in segments for v in e.outvars)
+            outputs = [self.values.add(v, "gathered", str(task)) for v in results]
+        else:
+            outputs = [GraphValue(a, "gathered", str(task)) for a in body.jaxpr.out_avals]
+            self.sums[number] = outputs
+        yield self._task(task, body, inputs, outputs)
+        if not is_last:
+            yield self._begun_anew(task, rows)
+
+    def _begun_anew(self, task: Task, rows: Sequence[Var]) -> GraphTask:
+        """Makes accumulators of -0, for the results of the loop that an `S` has taken.
+
+        A sum with -0 is the same, also where it is -0.
+        """
+        of_result = {v: own for own, v in self.results.items()}
+        made = []
+        for v in rows:
+            out, direction = of_result[v]
+            memory = self.number, self.kept_in[out], direction
+            made.append(GraphValue(v.aval, "gradient", str(task), memory=memory, begins=True))
+            self.shared[self.kept_in[out], direction] = self.values.current[v] = made[-1]
+        avals = [v.aval for v in rows]
+        key = "zeros", *avals
+        if (body := self.all_bodies.get(key)) is None:
+            zeros = jax.make_jaxpr(lambda: [filled(aval, -0.0) for aval in avals])()
+            body = self.all_bodies[key] = Body(f"start_{task.stage}", zeros, None)
+        rank = self.ranks_of[self.loop.stage_number(task.stage, self._direction(task))]
+        return GraphTask(rank, body, (), tuple(made), "start")
 
     def _kept_alone(self, stage: int, direction: int, kinds: Collection[Kind]) -> list[Var]:
         """Finds the values that later tasks of a stage read, and no other stage of its rank.
@@ -262,6 +358,24 @@ class LoopTasks:
             replicas,
             tuple(v not in consts for v in task.invars) if replicas > 1 else (),
         )
+
+
+def _adds(segment: Eqn) -> bool:
+    """Tells whether a segment adds up the rows of replicas, and does nothing else."""
+    return all(called_as(e, "merge_") == "sum" for e in segment.params["jaxpr"].eqns)
+
+
+def _summing(bodies: Sequence[jex.ClosedJaxpr], num_sums: int) -> Callable[..., list[Any]]:
+    """Makes the function of the inputs of several jaxprs, and of sums to add to their results."""
+
+    def run(*xs):
+        rows, sums = xs[: len(xs) - num_sums], xs[len(xs) - num_sums :]
+        given, made = iter(rows), list[Any]()
+        for body in bodies:
+            made += jaxprs.run(body, *itertools.islice(given, len(body.in_avals)))
+        return [*map(jnp.add, sums, made), *made[num_sums:]]
+
+    return run
 
 
 def _check_kinds(table: Table, kinds: Iterable[Kind]) -> None:

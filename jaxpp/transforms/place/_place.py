@@ -74,8 +74,9 @@ def place(
             reads. Gradients of replicas along the axis are then scattered to their state's devices,
             and parameters gathered, once a step.
         zero3: the axis, or axes, over which parameters are split as well as optimizer state. Each
-            task gathers the parameters that it reads, and drops them when it ends; gradients are
-            accumulated whole, and scattered once a step. Without replicas along the axis, XLA
+            task gathers the parameters that it reads, and drops them when it ends, unless the
+            schedule has tasks for that (`jaxpp.schedules.Gather`); gradients are accumulated whole,
+            and scattered once a step. Without replicas along the axis, XLA
             chooses the collectives.
         replica_axis: the axis inside a rank whose n devices have the D replicas of
             `microbatch(..., replicas=D)` to themselves, D / n each: a task has no collective over

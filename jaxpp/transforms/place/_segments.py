@@ -17,7 +17,8 @@ import jax.extend.core as jex
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp._program import REDUCTION
 from jaxpp.jaxprs import Atom, Eqn, Flow, Var, in_levels, outline
-from jaxpp.transforms._step import Step
+from jaxpp.schedules import Kind
+from jaxpp.transforms._step import Fact, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop, operand_stages
@@ -90,7 +91,7 @@ def outline_segments(step: Step, flow: Phases, place_of: Mapping[int, Place]) ->
             outliner.loop(flow.loops[phase])
     closed = step.jaxpr.jaxpr
     jaxpr = _compat.make_closed_jaxpr(closed.invars, closed.outvars, outliner.eqns)
-    return dataclasses.replace(step, jaxpr=jaxpr)
+    return dataclasses.replace(step, jaxpr=jaxpr, facts={**step.facts, **outliner.facts})
 
 
 class _Outliner:
@@ -101,6 +102,7 @@ class _Outliner:
         self.flow = flow
         self.place_of = place_of
         self.eqns: list[Eqn] = []
+        self.facts: dict[Var, Fact] = {}  # of new variables
 
     def groups(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
         """Gives each placed equation its phase, its segment's number in that, and its place."""
@@ -200,19 +202,21 @@ class _Outliner:
         carries = slice(loop.num_consts, loop.num_consts + count)
         # Literal operands, and the first accumulators, are made anew by each stage; so are the
         # buffers of results, for which there are no operands yet.
-        known, starts = (
-            self._make_operands(eqn, carries),
-            dict[int, list[tuple[Atom | None, Var]]](),
-        )
+        known = self._make_operands(eqn, carries)
+        starts: dict[tuple[int, str], list[tuple[Atom | None, Var]]] = {}
+        reduces = Kind.S in loop.table.kinds
         first: list[Any] = [*eqn.invars[carries], *[None] * (len(eqn.outvars) - count)]
         number = {result: n for n, result in enumerate(loop.results)}
         for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
-            own = starts.setdefault(loop.stage_number(task.params["key"].stage, direction), [])
+            kind, stage = task.params["key"]
+            # What an `S` takes is made apart, later.
+            of = loop.stage_number(stage, direction), str(kind) * reduces
+            own = starts.setdefault(of, [])
             for n in (number[v, direction] for v in task.outvars if (v, direction) in number):
                 source, first[n] = first[n], jaxprs.fresh_var(eqn.outvars[n])
                 own.append((source, first[n]))
-        for stage in sorted(filter(starts.get, starts)):
-            self._start(frozenset({stage}), starts[stage])
+        for stage, kind in sorted(filter(starts.get, starts)):
+            self._start(frozenset({stage}), starts[stage, kind])
         invars = list(map(known, eqn.invars))
         invars[carries] = first[:count]
         self.eqns.append(eqn.replace(invars=[*invars, *first[count:]]))
@@ -228,8 +232,10 @@ class _Outliner:
                 by_place.setdefault(places[var], []).append(var)
         for place, variables in by_place.items():
             eqns = self._needed(variables)
-            made = jaxprs.Substitution((v, jaxprs.fresh_var(v)) for v in variables)
-            known.of.update(made.of)
+            new = {v: jaxprs.fresh_var(v) for v in variables}
+            known.of.update(new)
+            self.facts |= {own: Fact(whole=self.step.fact(v).whole) for v, own in new.items()}
+            made = jaxprs.Substitution(new.items())
             self._add(
                 place,
                 list(map(made.rename_all, eqns)),

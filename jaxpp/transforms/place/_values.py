@@ -22,7 +22,7 @@ class Values:
 
     def __init__(self, step: Step):
         inside = step.jaxpr.jaxpr
-        self.inside = step.inside
+        self.inside, self.fact = step.inside, step.fact
         self.current: dict[Var, GraphValue] = {}
         self._constants: dict[Hashable, GraphValue] = {}
         #: For each variable that is sent to be put together with others, the reason.
