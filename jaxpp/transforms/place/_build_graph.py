@@ -8,7 +8,7 @@ from jaxpp._program import REDUCTION
 from jaxpp.jaxprs import Eqn
 from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, GraphValue
+from jaxpp.transforms.graph import Body, GraphTask, GraphValue, TaskGraph
 from jaxpp.transforms.place._build_loop import LoopTasks
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.place._values import Values
