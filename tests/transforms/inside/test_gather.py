@@ -91,7 +91,7 @@ def plain_of(schedule):
     return schedule
 
 
-def is_split(schedule):
+def is_split(schedule) -> dict[str, Any]:
     """Tells what `place` splits for a schedule: all of ZeRO-3, or the state alone."""
     return dict(zero3="data") if "Gather" in str(schedule) else dict(zero1="data")
 
@@ -131,10 +131,9 @@ def test_steps_that_overlap_gather_and_reduce_as_each_does(schedule):
         return params, state, value
 
     mesh = jaxpp.MpmdMesh((4, 2), ("mpmd", "data"))
-    step, plain = (
-        jaxpp.place(steps, mesh, in_specs=(None, None, P("data")), **options)
-        for options in (is_split(schedule), dict())
-    )
+    specs: Any = (None, None, P("data"))
+    step = jaxpp.place(steps, mesh, in_specs=specs, **is_split(schedule))
+    plain = jaxpp.place(steps, mesh, in_specs=specs)
     args = (parameters(), parameters()), OPTIMIZER.init(parameters()), [batch(n) for n in range(3)]
     for got, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(plain(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
