@@ -284,7 +284,10 @@ def patterns(job: Job, pids: Mapping[int, int]) -> list[str]:
         case "script":
             return [rf"{failed} in the script: .*TaskError: this script"]
         case "feed":
-            return [rf"{failed} in the function that feeds .*TaskError: there is no such batch"]
+            told = ".*TaskError: there is no such batch"
+            # Of the first batch all ask rank 0 for the types, and so the scripts of all fail.
+            first = [f"RankError: .* has failed in the script: {told}"] * (job.fault.call == 0)
+            return [rf"{failed} in the function that feeds {told}", *first]
         case "interrupt":
             return [rf"{failed}.*: KeyboardInterrupt"]
         case "link":
