@@ -458,7 +458,7 @@ def carried_backwards():
 
 
 def scaled():
-    """A scale of the loss that follows the gradients, and one that no stage makes."""
+    """A scale of the loss that follows the gradients, and one for each microbatch."""
 
     def loss(w, fading, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0] * fading))
@@ -469,11 +469,11 @@ def scaled():
     def of_slice(w, scale, fading, x, y):
         value, pullback = jax.vjp(lambda w: staged(w, fading, x, y), w)
         grads = jax.tree.map(lambda g: g / scale, pullback(scale)[0])
-        return value, grads, scale / (1 + jnp.sum(grads[-1] ** 2)), 0.5 * fading
+        return value, grads, scale / (1 + jnp.sum(grads[-1] ** 2))
 
-    axes, reduce = (None, "carry", "carry", 0, 0), ("mean", "mean", "carry", "carry")
+    axes, reduce = (None, "carry", 0, 0, 0), ("mean", "mean", "carry")
     loop = jaxpp.microbatch(of_slice, 3, in_axes=axes, reduce=reduce)
-    args = (_weights(3), jnp.float32(2), jnp.float32(1), *_data(6))
+    args = (_weights(3), jnp.float32(2), jnp.float32(0.5) ** jnp.arange(3), *_data(6))
     scheduled = jaxpp.schedule(loop, schedules.ZeroBubbleH1())
     return jaxpp.place(scheduled, mesh_of(2, shared=True)), args
 

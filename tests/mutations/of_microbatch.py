@@ -288,16 +288,16 @@ MUTATIONS = (
     Mutation(
         "the last of replicas is the first",
         "jaxpp/transforms/microbatch/_slices.py",
-        "def _last(rows: Any) -> Any:\n    return rows[-1]",
-        "def _last(rows: Any) -> Any:\n    return rows[0]",
+        '"last": lambda rows: rows[-1],',
+        '"last": lambda rows: rows[0],',
         tests=("merges",),
         kept="a scheduled loop takes the last by a rule of its own",
     ),
     Mutation(
         "the greatest over replicas is the least",
         "jaxpp/transforms/microbatch/_slices.py",
-        "for combine in (jnp.add, jnp.maximum))",
-        "for combine in (jnp.add, jnp.minimum))",
+        "functools.partial(_folded, jnp.maximum)",
+        "functools.partial(_folded, jnp.minimum)",
         refuted_on="replicas",
     ),
     Mutation(

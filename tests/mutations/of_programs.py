@@ -14,16 +14,16 @@ MUTATIONS = (
     Mutation(
         "an argument that is not donated is",
         "jaxpp/transforms/graph/_graph.py",
-        "and (value.argument is None or value.argument.donated)",
-        "and True",
+        "is_ours = value.argument is None or value.argument.donated",
+        "is_ours = True",
         tests=("mesh::arguments_that_are_not_donated_stay",),
         refuted_on="closed over",
     ),
     Mutation(
         "a constant is donated",
         "jaxpp/transforms/graph/_graph.py",
-        "and value.constant is None\n            and wanted",
-        "and wanted",
+        "return is_last and is_ours and value.constant is None",
+        "return is_last and is_ours",
         tests=("constants", "place::closing_over_arrays"),
         refuted_on="random 36",
     ),
@@ -290,16 +290,16 @@ MUTATIONS = (
     Mutation(
         "each device runs all its replicas on the rows of the first",
         "jaxpp/transforms/inside/_batch.py",
-        "return jax.lax.scan(lambda _, own: (None, one(own)), None, rows)[1]",
-        "return jax.lax.scan(lambda _, own: (None, one([x[0] for x in rows])), None, rows)[1]",
+        "lambda _, given: (None, of_replica(given))",
+        "lambda _, given: (None, of_replica([x[0] for x in rows]))",
         refuted_on="replicas on devices",
     ),
     Mutation(
         "a scan over the rows of replicas gives each the first",
         "jaxpp/transforms/inside/_batch.py",
-        "return [y[None] for y in one([jax.lax.squeeze(x, (0,)) for x in rows])]",
+        "return [y[None] for y in of_replica([jax.lax.squeeze(x, (0,)) for x in rows])]",
         (
-            "return [y[None] for y in one([jax.lax.all_gather(x, inside.replicas, "
+            "return [y[None] for y in of_replica([jax.lax.all_gather(x, inside.replicas, "
             "tiled=True)[0] if inside else x[0] for x in rows])]"
         ),
         refuted_on="replicas, ZeRO",

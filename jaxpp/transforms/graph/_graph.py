@@ -261,11 +261,13 @@ def _computations(
             tuple(specs[v] for v in values) if specs else ()
             for values in (task.inputs, task.outputs)
         )
-        key = task.body, _donated(index, task, uses, specs), in_specs, out_specs
+        donated = _donated(index, task, uses, specs)
+        key = task.body, donated, in_specs, out_specs
         if key not in found:
             found[key] = len(computations)
             jaxpr = jaxprs.without_devices(task.body.jaxpr)
-            computations.append(Computation(task.body.name, jaxpr, *key[1:]))
+            specs_of = in_specs, out_specs
+            computations.append(Computation(task.body.name, jaxpr, donated, *specs_of))
         numbers.append(found[key])
     return numbers, computations
 

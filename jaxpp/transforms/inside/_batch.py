@@ -87,7 +87,7 @@ def on_rows(
 
         if replicas == devices:
             return [y[None] for y in of_replica([jax.lax.squeeze(x, (0,)) for x in rows])]
-        return jax.lax.scan(lambda _, rows: (None, of_replica(rows)), None, rows)[1]
+        return jax.lax.scan(lambda _, given: (None, of_replica(given)), None, rows)[1]
 
     if devices == 1 or inside is None:
         return local
