@@ -102,8 +102,8 @@ MUTATIONS = (
     Mutation(
         "what two loops read is one variable made twice",
         "jaxpp/transforms/place/_segments.py",
-        "jaxprs.Substitution((v, jaxprs.fresh_var(v)) for v in variables)",
-        "jaxprs.Substitution((v, v) for v in variables)",
+        "new = {v: jaxprs.fresh_var(v) for v in variables}",
+        "new = {v: v for v in variables}",
         tests=("step::the_last_pass_leaves_segments_and_loops_that_make_each_variable_once",),
         kept="both are made alike, and have the same value",
     ),
