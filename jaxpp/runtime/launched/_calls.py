@@ -17,6 +17,8 @@ from jaxpp.runtime.site import LANES, POLL, Failed, Process, Watch
 CLOSING = 5.0
 #: Set once a mesh of this process has failed.
 FAILED = threading.Event()
+#: The threads of lanes that are in a call.
+_IN_CALLS: set[int] = set()
 
 
 @atexit.register  # with the import of jaxpp: what the script registers later is called before
@@ -25,10 +27,8 @@ def _leave() -> None:
 
     Such a thread may take longer than all others, and Python aborts where it comes back in the end.
     """
-    known = {thread.ident: thread.name for thread in threading.enumerate()}
-    lanes = {f"jaxpp-{name}" for name in LANES}
-    busy = [n for n in sys._current_frames() if n not in known or known[n] in lanes]
-    if FAILED.is_set() and busy:
+    known = {thread.ident for thread in threading.enumerate()}
+    if FAILED.is_set() and (_IN_CALLS or not known.issuperset(sys._current_frames())):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -74,10 +74,12 @@ class Lanes:
     def _run(self, waiting: "queue.SimpleQueue[Any]") -> None:
         while (call := waiting.get()) is not None:
             future, method, args = call
+            _IN_CALLS.add(threading.get_ident())
             try:
                 future.set_result(method(self._process, *args))
             except BaseException as error:  # noqa: B036  who waits has to know of every exception
                 future.set_exception(error)
+            _IN_CALLS.discard(threading.get_ident())
             del call, future, method, args  # they would hold arrays while the thread waits
 
 
