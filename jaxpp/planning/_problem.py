@@ -254,6 +254,7 @@ def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = 
     setting, timeline = cutter.setting, cutter.timeline(choice)
     peaks = timeline.peak_memory
     over = max(peaks) - setting.memory_limit
+    parts = setting.replicas if setting.zero == 3 else 1
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     return Candidate(
         name,
@@ -262,7 +263,7 @@ def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = 
         setting.time_of(timeline, choice) if over <= 0 else math.inf,
         timeline.bubble_fraction,
         tuple(peaks),
-        tuple(setting.parameters(choice)),
+        tuple(own / parts for own in setting.parameters(choice)),
         f"{format_bytes(over)} more than its limit on rank {worst}" if over > 0 else "",
         table,
     )
