@@ -271,6 +271,17 @@ class Setting(Ranks):
                 largest[rank] = max(largest[rank], by_each * own + max(temporary[a:b]))
         return list(map(sum, zip(held, largest, strict=True)))
 
+    def windowed(self, choice: Choice) -> list[float]:
+        """Returns the most that the windows of a choice may add to what each rank holds."""
+        own: list[list[float]] = [[] for _ in range(self.ranks)]
+        whole = self.of_stages("parameter_bytes", choice)
+        for ranks in choice.placement:
+            for stage, rank in enumerate(ranks):
+                own[rank].append(whole[stage])
+        others = choice.reduces * (self.replicas - 1) / self.replicas
+        gathered = (sum(sorted(each)[len(each) - (choice.held or 0) :]) for each in own)
+        return [a + others * sum(b) for a, b in zip(gathered, own, strict=True)]
+
     def copies(self, reduces: bool) -> float:
         """Returns what a rank holds all the time for each byte of parameters.
 
