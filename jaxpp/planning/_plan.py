@@ -149,7 +149,7 @@ class Plan(Candidate, _files.Saved):
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
         if self.problem.zero and (choice := self.choice):
-            held = choice.held and f"for {choice.held} stages of a rank at once"
+            held = choice.held and f"of {choice.held} of a rank's stages at once"
             gathers = f"gathered: parameters {held or 'by each task'}"
             when = "after the last backward of a stage" if choice.reduces else "after all tasks"
             lines += [gathers] * (self.problem.zero == 3) + [f"reduced: gradients {when}"]

@@ -230,8 +230,8 @@ class Problem(Ranks):
         if least is None:
             reasons = "; ".join(dict.fromkeys(c.reason for c in found))
             return f"plan: no schedule can be made: {reasons}"
-        profile, setting = (next(iter(own.values())) for own in (self.profiles, self.settings))
-        state = setting.copies(True) * sum(profile.parameter_bytes) / self.ranks
+        count, profile = next(iter(self.profiles.items()))
+        state = self.settings[count].copies(True) * sum(profile.parameter_bytes) / self.ranks
         alone = (
             f" Parameters, their gradients and the optimizer's state alone take "
             f"{format_bytes(state)} a rank."

@@ -36,7 +36,7 @@ def test_a_plan_that_needs_windows_and_offload_at_once_runs_as_planned(tmp_path)
     assert Kind.O in plan.activations and plan.choice.reduces and plan.choice.held
     assert max(plan.peak_bytes) <= limit and plan.lower_bound <= plan.seconds
     text = str(plan)
-    assert "gathered: parameters for " in text and "after the last backward of a stage" in text
+    assert "gathered: parameters of " in text and "after the last backward of a stage" in text
     table = plan.order.table_for_ranks(2, MICROBATCHES)
     check(table)
     assert set("GSOL") <= table.kinds
