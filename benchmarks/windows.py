@@ -2,18 +2,27 @@
 
     python -m benchmarks.windows
     python -m benchmarks.windows --orders=gpipe --layers=8 --width=64
+    python -m benchmarks.windows --plan --width=512
 
 There are two ranks of two devices along `data`, two replicas, Adam. For each schedule and window
 a line has, of the first rank in a step: the all-gathers and the reduce-scatters over `data`; the
 most bytes of parameters and of sums of gradients that a device holds, by `predict`, as a share of
 the bytes of the rank's parameters; and of all ranks the bytes that a device holds at its peak,
 those measured over those predicted, where the two are furthest apart.
+
+`--plan` plans a model of products with parameters split over replicas (ZeRO-3), for a memory that
+neither windows alone nor offload alone keep, from a profile and the speed of the gathers of a step
+that was measured. It runs the plan, and prints its bytes and its times.
 """
 
+import dataclasses
+import itertools
+import statistics
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from absl import app, flags
 from jax.sharding import PartitionSpec as P
 
@@ -23,7 +32,9 @@ from experiments import train_lm
 from experiments.hlo_collectives import count_collectives
 from experiments.training import data
 from experiments.training.config import Config
-from jaxpp.schedules import Costs, Gather, Reduce, Schedule
+from jaxpp.planning._plan import solve
+from jaxpp.planning.search import Choice
+from jaxpp.schedules import Costs, Gather, Kind, Reduce, Schedule, Task, by_name
 
 _ORDERS = flags.DEFINE_list(
     "orders", ["gpipe(stages_per_rank=2)", "interleaved_1f1b(stages_per_rank=2)"], "Which."
@@ -31,6 +42,7 @@ _ORDERS = flags.DEFINE_list(
 _LAYERS = flags.DEFINE_integer("layers", 4, "Blocks.", 4)
 _WIDTH = flags.DEFINE_integer("width", 64, "Features.", 16)
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Microbatches of a replica.", 2)
+_PLAN = flags.DEFINE_bool("plan", False, "Whether to plan, and to run the plan.")
 
 
 def windows(base: Schedule) -> dict[str, tuple[Schedule, dict[str, Any]]]:
@@ -73,8 +85,82 @@ def figures(step: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *counts, parameters, sums, max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
+def products(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """A loss whose layers are equal."""
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+def problem(width: int, microbatches: int, **machine: Any) -> tuple[jaxpp.Plan, tuple[Any, ...]]:
+    """A plan without a limit for four products of two replicas, and the arguments of a step."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys[1:]]
+    args = weights, jax.random.normal(keys[0], (2 * microbatches * width // 4, width))
+    order = "gpipe(stages_per_rank=2)"
+    options: Any = dict(schedules=[order], state_bytes=2.0, zero=3, replicas=2, at_least=4)
+    options |= machine
+    return jaxpp.plan(products, *args, ranks=2, microbatches=microbatches, **options), args
+
+
+def alone(plan: jaxpp.Plan) -> tuple[float, float]:
+    """The least bytes of a rank by windows alone, and by offload or recomputation alone."""
+    p = plan.problem
+    cutter = p.cutter(plan.microbatches, by_name(p.schedules[0]))
+
+    def peak(choice: Choice) -> float:
+        return max(cutter.timeline(choice).peak_memory)
+
+    ways = itertools.product(("", "R", "O"), repeat=cutter.even.num_stages)
+    kept = (dataclasses.replace(cutter.even, ways=own) for own in ways)
+    return min(map(peak, cutter.windows(cutter.even))), min(map(peak, kept))
+
+
+def limited(free: jaxpp.Plan) -> jaxpp.Plan:
+    """The plan for less memory than windows alone need, or offload and recomputation alone."""
+    limit = 0.95 * min(alone(free))
+    return solve(dataclasses.replace(free.problem, memory_limit=limit))
+
+
+def step_of(plan: jaxpp.Plan, order: Schedule) -> Any:
+    """A step with the cuts of a plan, whose state is split."""
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(products, at=plan.cuts)))
+    grad_fn = jaxpp.microbatch(grad_fn, plan.microbatches, replicas=2)
+    grad_fn = jaxpp.schedule(grad_fn, order)
+
+    def train(weights: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = grad_fn(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
+    specs: Any = dict(in_specs=(None, P("data")), donate_argnums=0, zero3="data")
+    return jaxpp.place(train, mesh, **specs)
+
+
+def planned() -> None:
+    """Plans, runs the plan, and prints its bytes and times."""
+    width, microbatches = _WIDTH.value, _MICROBATCHES.value
+    free, args = problem(width, microbatches, reduction_bandwidth=1e9)
+    first = jaxpp.measure(step_of(free, Gather("gpipe(stages_per_rank=2)")), *args, repeats=3)
+    gather = statistics.median(first.costs.of(Task(Kind.G, stage, 0)) for stage in range(4))
+    speed = 4 * width**2 / 2 / gather
+    free = solve(dataclasses.replace(free.problem, reduction_bandwidth=speed))
+    plan = limited(free)
+    print(plan, f"alone: {alone(free)} bytes; gathers of {speed:.3g} bytes a second", sep="\n")
+    step = step_of(plan, plan.order)
+    measured, predicted = memory_peaks(step, args)
+    print(f"bytes measured: {measured}, predicted: {predicted}")
+    found = jaxpp.measure(step, *args, repeats=flags.FLAGS.repeats)
+    seconds = jaxpp.predict(step, *args, costs=found).seconds
+    times = {"measured": found.step, "by the plan": plan.seconds, "by predict": seconds}
+    print("ms", *(f"{name}: {1e3 * own:.2f}" for name, own in times.items()), sep="  ")
+
+
 def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
+    if _PLAN.value:
+        planned()
+        return
     print("| schedule | window | all-gathers | reduce-scatters | parameters | sums | bytes |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in _ORDERS.value:

@@ -53,7 +53,7 @@ class Plan(Candidate, _files.Saved):
     """
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 7
+    VERSION: ClassVar[int] = 8
 
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
     lower_bound: float = 0.0
@@ -148,6 +148,11 @@ class Plan(Candidate, _files.Saved):
             chosen = [stage for stage, own in enumerate(self.activations) if own == way]
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
+        if self.problem.zero and (choice := self.choice):
+            held = choice.held and f"of {choice.held} of a rank's stages at once"
+            gathers = f"gathered: parameters {held or 'by each task'}"
+            when = "after the last backward of a stage" if choice.reduces else "after all tasks"
+            lines += [gathers] * (self.problem.zero == 3) + [f"reduced: gradients {when}"]
         if (busy := self.problem.profiles[self.microbatches].busy * self.problem.ranks) > _MANY:
             lines.append(
                 f"tasks kept cores so busy that {self.problem.ranks} ranks need {busy:.1f} times "
@@ -169,6 +174,9 @@ class PlanOptions(Options, total=False):
         steps: how many steps of a delay of 1 (`jaxpp.delay`) are one program. Its ranks do not
             drain between them (`jaxpp.schedules.joined`), and hold the parameters and the sums of
             gradients once more. Times are then those of one step of them. By default 1, no delay.
+        zero: 1 or 3 where `place(zero1=)` or `place(zero3=)` splits the state over the replicas,
+            each on devices of its own; `state_bytes` count the whole state. The plan then chooses
+            windows of `Gather` and `Reduce`, too. By default 0.
         at_least: as in `profile`, as are all that follow.
         in_axes: by default every argument but the first is part of the batch.
         device: where to measure, or a `jaxpp.Device` or the name of one, for a plan without a
@@ -178,6 +186,7 @@ class PlanOptions(Options, total=False):
     """
 
     steps: int
+    zero: int
     at_least: int
     in_axes: PyTree[int | str | None]
     device: Any
@@ -186,7 +195,7 @@ class PlanOptions(Options, total=False):
 
 
 #: Those of the options that `profile` takes.
-_OF_PROFILE = {*PlanOptions.__annotations__} - {*Options.__annotations__, "steps"}
+_OF_PROFILE = {*PlanOptions.__annotations__} - {*Options.__annotations__, "steps", "zero"}
 
 
 def plan(
@@ -203,6 +212,8 @@ def plan(
 
     Where a rank cannot hold its stages' activations, some are computed again, or are in the memory
     of the host meanwhile (`Recompute` and `Offload` of `jaxpp.schedules`), whichever takes less.
+    With `zero=`, parameters are gathered and gradients reduced in tasks of their own (`Gather` and
+    `Reduce`), where that takes less or holds less.
 
     Args:
         fun: the loss function, before `split_stages`, as for `profile`.

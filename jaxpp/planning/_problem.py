@@ -20,9 +20,11 @@ from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
     CATALOGUE,
     FromTable,
+    Gather,
     Kind,
     Offload,
     Recompute,
+    Reduce,
     Schedule,
     Table,
     Timeline,
@@ -99,7 +101,10 @@ class Candidate:
         if self.choice and (again := self.choice.stages_that(Kind.R)):
             schedule = Recompute(schedule, stages=again)
         away = self.choice.stages_that(Kind.O) if self.choice else ()
-        return Offload(schedule, stages=away, ahead=self.ahead) if away else schedule
+        schedule = Offload(schedule, stages=away, ahead=self.ahead) if away else schedule
+        if self.choice and self.choice.held is not None:
+            schedule = Gather(schedule, held=self.choice.held)
+        return Reduce(schedule) if self.choice and self.choice.reduces else schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +145,7 @@ class Problem(Ranks):
         for count in self.profiles:
             for name in self.schedules:
                 if name not in MADE:
-                    cutter = self._cutter(count, by_name(name))
+                    cutter = self.cutter(count, by_name(name))
                     if reason := cutter.hopeless():
                         found.append(Candidate(name, count, reason=reason))
                     else:
@@ -177,16 +182,17 @@ class Problem(Ranks):
         table = candidate.order.table_for_ranks(self.ranks, candidate.microbatches)
         return self.settings[candidate.microbatches].timeline(table, candidate.choice)
 
-    def _cutter(self, count: int, schedule: Schedule) -> Cutter:
+    def cutter(self, count: int, schedule: Schedule) -> Cutter:
+        """Returns what cuts for a schedule and a number of microbatches."""
         # Nothing is offloaded where nobody knows how long that takes.
         ways = (Kind.R, Kind.O) if self.profiles[count].copy else (Kind.R,)
         return Cutter(self.settings[count], schedule, tuple(map(str, ways)))
 
     def timed(self, name: str, count: int, choice: Choice, table: Table) -> Candidate:
         """Returns a candidate with a table of its own, which says what becomes of activations."""
-        cutter = self._cutter(count, FromTable(table))
+        cutter = self.cutter(count, FromTable(table))
         kept = dataclasses.replace(choice, ways=("",) * choice.num_stages)
-        return _candidate(name, cutter, kept, table)
+        return _candidate(name, cutter, min(cutter.windows(kept), key=cutter.value), table)
 
     def _searched(self, best: Candidate) -> list[Candidate]:
         """Searches cut, placement and order together; gives what is faster than the best."""
@@ -224,8 +230,8 @@ class Problem(Ranks):
         if least is None:
             reasons = "; ".join(dict.fromkeys(c.reason for c in found))
             return f"plan: no schedule can be made: {reasons}"
-        profile = next(iter(self.profiles.values()))
-        state = self.state_bytes * sum(profile.parameter_bytes) / self.ranks
+        count, profile = next(iter(self.profiles.items()))
+        state = self.settings[count].copies(True) * sum(profile.parameter_bytes) / self.ranks
         alone = (
             f" Parameters, their gradients and the optimizer's state alone take "
             f"{format_bytes(state)} a rank."
@@ -248,6 +254,7 @@ def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = 
     setting, timeline = cutter.setting, cutter.timeline(choice)
     peaks = timeline.peak_memory
     over = max(peaks) - setting.memory_limit
+    parts = setting.replicas if setting.zero == 3 else 1
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     return Candidate(
         name,
@@ -256,7 +263,7 @@ def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = 
         setting.time_of(timeline, choice) if over <= 0 else math.inf,
         timeline.bubble_fraction,
         tuple(peaks),
-        tuple(setting.parameters(choice)),
+        tuple(own / parts for own in setting.parameters(choice)),
         f"{format_bytes(over)} more than its limit on rank {worst}" if over > 0 else "",
         table,
     )

@@ -237,7 +237,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
     path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
-    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 7"):
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 8"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):

@@ -54,7 +54,7 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
     work = [min(own) for own in zip(*map(layers.work, layers.forms), strict=True)]
     waiting = math.fsum(speed * head for speed, head in zip(speeds, heads, strict=True))
     state = sum(layers.parameter_bytes)
-    update = setting.update_seconds(state) + min(speeds) * setting.reduction_seconds(state)
+    update = setting.update_seconds(state) + min(speeds) * setting.reduction_seconds(state, True)
     best = max(
         (m * math.fsum(work) + waiting + setting.steps * update) / sum(speeds),
         m * max(work) / sum(speeds[:directions]),
@@ -71,7 +71,7 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
         if layers.inputs:
             there, back = layers.forward[n], least[n]
         area += layers.activation_bytes[n] * (there + back + last[n]) / fastest
-    state = setting.one_step.state_bytes * state
+    state = setting.copies(True) * state
     room = ranks * setting.memory_limit - state
     late = 0.0 if state else setting.memory_limit * sum(heads)
     return max(best, (m * area + late) / room if room > 0 else 0.0) / setting.steps

@@ -39,21 +39,43 @@ class Cutter:
         return self.schedule.table_for_ranks(self.setting.ranks, self.setting.microbatches)
 
     @functools.cached_property
-    def _tables(self) -> dict[tuple[tuple[str, ...], int], Table]:
+    def _tables(self) -> dict[Choice, Table]:
         return {}
 
     @functools.cached_property
     def _known(self) -> dict[Choice, tuple[float, float, float]]:
         return {}
 
+    @functools.cached_property
+    def _most(self) -> int:
+        return max(len({task.stage for task in order}) for order in self.plain.ranks)
+
     def table(self, choice: Choice) -> Table:
-        """Returns the table in which some stages do not keep their activations."""
-        ways, key = choice.ways, (choice.ways, choice.ahead)
-        if any(ways) and key not in self._tables:
-            table = self.plain.with_recomputation(lambda task: ways[task.stage] == Kind.R)
-            table = table.with_offload(lambda task: ways[task.stage] == Kind.O, choice.ahead)
+        """Returns the table in which stages keep, gather and reduce what a choice says."""
+        ways, key = choice.ways, dataclasses.replace(choice, cuts=())
+        if key not in self._tables:
+            table = self.plain
+            if any(ways):
+                table = table.with_recomputation(lambda task: ways[task.stage] == Kind.R)
+                table = table.with_offload(lambda task: ways[task.stage] == Kind.O, choice.ahead)
+            if choice.held is not None:
+                table = table.with_gathers(lambda _: True, choice.held)
+            if choice.reduces:
+                table = table.with_reductions(lambda _: True)
             self._tables[key] = table
-        return self._tables[key] if any(ways) else self.plain
+        return self._tables[key]
+
+    def windows(self, choice: Choice) -> list[Choice]:
+        """Returns a choice with each of the windows that its parameters and sums may have.
+
+        Sums of stages that two ranks have are reduced after all tasks.
+        """
+        most = self._most if self.setting.zero == 3 else 0
+        reduces = (False, True) if self.setting.zero and len(choice.placement) == 1 else (False,)
+        return [
+            dataclasses.replace(choice, held=held, reduces=own)
+            for held, own in itertools.product((None, *range(1, most + 1)), reduces)
+        ]
 
     def hopeless(self) -> str:
         """Says why there is no cut for the schedule; empty where there may be one."""
@@ -87,7 +109,8 @@ class Cutter:
             near = range(cuts[-1] + 1, last + 1)
             cuts.append(min(near, key=lambda cut: abs(work[cut] - wanted)))
         balanced = self.kept((*cuts, self.setting.layers.count))
-        return min((self.even, balanced), key=self.value)
+        starts = (own for cut in (self.even, balanced) for own in self.windows(cut))
+        return min(starts, key=self.value)
 
     def timeline(self, choice: Choice) -> Timeline:
         """Simulates the tasks, with the bytes that ranks hold."""
@@ -114,6 +137,7 @@ class Cutter:
         if not self.value(choice)[0] or not self.ways:
             return moved
         starts = [dataclasses.replace(choice, ways=(w,) * choice.num_stages) for w in self.ways]
+        starts = [min(self.windows(own), key=self.value) for own in starts]
         return min((climb(own, self._near) for own in (choice, *starts)), key=self.value)
 
     def even_if_as_fast(self, choice: Choice) -> Choice:
@@ -135,8 +159,9 @@ class Cutter:
         yield from self._moved(choice)
 
     def _moved(self, choice: Choice, _: object = None) -> Iterator[Choice]:
-        """Returns choices with other cuts: all where they are few, else those that are near."""
+        """Returns choices with other windows, or cuts: all where they are few, else the near."""
         cuts, last = choice.cuts, choice.cuts[-1]
+        yield from (own for own in self.windows(choice) if own != choice)
         if math.comb(last - 1, len(cuts) - 2) <= EVALUATIONS:
             for own in itertools.combinations(range(1, last), len(cuts) - 2):
                 yield dataclasses.replace(choice, cuts=(0, *own, last))

@@ -38,7 +38,7 @@ class LayersPlan(_files.Saved):
     """
 
     KIND: ClassVar[str] = "layers_plan"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     setting: Setting
     choice: Choice

@@ -244,7 +244,8 @@ def synthesized(
         setting.costs(choice), forward=forward, input_grad=first, weight_grad=rest,
         backward=of_whole if whole and setting.layers.backward else None,
     )  # fmt: skip
-    limits = [setting.memory_limit - own for own in setting.resident(choice)]
+    held = zip(setting.resident(choice), setting.windowed(choice), strict=True)
+    limits = [setting.memory_limit - sum(own) for own in held]
     try:
         return synthesize(
             costs, placement, setting.microbatches, memory=setting.memory(choice),

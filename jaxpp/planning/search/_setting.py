@@ -56,6 +56,10 @@ class Choice:
             `""`, computed again, `"R"`, or in the memory of the host meanwhile, `"O"`; by default
             all are kept.
         ahead: how many tasks ahead they are loaded from there, as in `jaxpp.schedules.Offload`.
+        held: of how many stages a rank holds gathered parameters at once, as in
+            `jaxpp.schedules.Gather`; None where each task gathers what it reads.
+        reduces: whether the sums of a stage are reduced after its last backward, as by
+            `jaxpp.schedules.Reduce`, and not after all tasks.
     """
 
     cuts: tuple[int, ...]
@@ -63,6 +67,8 @@ class Choice:
     halves: bool = True
     ways: tuple[str, ...] = ()
     ahead: int = 1
+    held: int | None = None
+    reduces: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -96,6 +102,7 @@ class Ranks:
     reduction_bandwidth: float = math.inf
     memory_bandwidth: float = math.inf
     steps: int = 1
+    zero: int = 0
 
     def __post_init__(self) -> None:
         given, ranks = vars(self), vars(self)["ranks"]
@@ -112,6 +119,11 @@ class Ranks:
         for name in ("state_bytes", "latency"):
             if not 0 <= given[name] < math.inf:
                 raise ValueError(f"plan: {name} is finite and not negative, got {given[name]!r}.")
+        if self.zero not in (0, 1, 3) or (self.zero and self.steps > 1):
+            raise ValueError(
+                f"plan: zero is 0, 1 or 3, and 0 for several steps in one program, got "
+                f"{self.zero!r} for {self.steps}; leave it out."
+            )
         if not 0 <= self.overhead <= 0.5:
             raise ValueError(f"plan: overhead is a share from 0 to 0.5, got {self.overhead!r}.")
         if len(speeds) != ranks:
@@ -202,7 +214,18 @@ class Setting(Ranks):
         if self.is_fed and choice.halves:
             for stage in (s for s, own in enumerate(self.graph(choice)) if not own):
                 first[stage], rest[stage] = 0.0, first[stage] + rest[stage]
+        if self.zero == 3 and choice.held is None:  # each task gathers what it reads
+            gathers = self.collective(choice)
+            forward, first, rest = (
+                [a + b if a else a for a, b in zip(own, gathers, strict=True)]
+                for own in (forward, first, rest)
+            )
         return forward, first, rest
+
+    def collective(self, choice: Choice) -> list[float]:
+        """Returns for each stage the time to gather its parameters, or to scatter its sums."""
+        other = (self.replicas - 1) / self.replicas / self.reduction_bandwidth
+        return [other * own for own in self.of_stages("parameter_bytes", choice)]
 
     def graph(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
         """Returns for each stage the stages that it reads from."""
@@ -235,15 +258,39 @@ class Setting(Ranks):
 
     def resident(self, choice: Choice) -> list[float]:
         """Returns what each rank holds all the time, and its largest task while it runs."""
-        copies = self.one_step.state_bytes
+        copies = self.copies(choice.reduces)
         held = [copies * own for own in self.parameters(choice)]
-        if temporary := self.layers.temporary_bytes:
-            largest = [0.0] * self.ranks
-            for ranks in choice.placement:
-                for (a, b), rank in zip(itertools.pairwise(choice.cuts), ranks, strict=True):
-                    largest[rank] = max(largest[rank], *temporary[a:b])
-            held = list(map(sum, zip(held, largest, strict=True)))
-        return held
+        by_each = self.zero == 3 and choice.held is None
+        whole = self.of_stages("parameter_bytes", choice)
+        temporary = self.layers.temporary_bytes or (0.0,) * self.layers.count
+        largest = [0.0] * self.ranks
+        for ranks in choice.placement:
+            for (a, b), rank, own in zip(
+                itertools.pairwise(choice.cuts), ranks, whole, strict=True
+            ):
+                largest[rank] = max(largest[rank], by_each * own + max(temporary[a:b]))
+        return list(map(sum, zip(held, largest, strict=True)))
+
+    def windowed(self, choice: Choice) -> list[float]:
+        """Returns the most that the windows of a choice may add to what each rank holds."""
+        own: list[list[float]] = [[] for _ in range(self.ranks)]
+        whole = self.of_stages("parameter_bytes", choice)
+        for ranks in choice.placement:
+            for stage, rank in enumerate(ranks):
+                own[rank].append(whole[stage])
+        others = choice.reduces * (self.replicas - 1) / self.replicas
+        gathered = (sum(sorted(each)[len(each) - (choice.held or 0) :]) for each in own)
+        return [a + others * sum(b) for a, b in zip(gathered, own, strict=True)]
+
+    def copies(self, reduces: bool) -> float:
+        """Returns what a rank holds all the time for each byte of parameters.
+
+        Of parameters, sums of gradients and the optimizer's state a device holds its part, or all.
+        """
+        whole = self.one_step.state_bytes
+        parts = max(0.0, whole - 2.0) if self.zero else 0.0
+        parts += (self.zero == 3) + (reduces and self.zero > 0)
+        return max(0.0, whole - parts) + parts / self.replicas
 
     def update(self, choice: Choice) -> tuple[list[float], list[float]]:
         """Returns for each rank two times after its tasks: to add up gradients, and to update.
@@ -263,18 +310,24 @@ class Setting(Ranks):
         for rank, (held, speed) in enumerate(
             zip(self.parameters(choice), self.speeds, strict=True)
         ):
-            added[rank] += self.reduction_seconds(held)
+            added[rank] += self.reduction_seconds(held, choice.reduces)
             updated[rank] += self.update_seconds(held) / speed
         return added, updated
 
-    def reduction_seconds(self, parameter_bytes: float) -> float:
-        """Returns the time in which replicas add up gradients of so many bytes."""
-        sent = 2 * parameter_bytes * (self.replicas - 1) / self.replicas
+    def reduction_seconds(self, parameter_bytes: float, reduced: bool = False) -> float:
+        """Returns the time in which replicas add up gradients of so many bytes, after the tasks.
+
+        They send them twice round a ring, the second time as parameters with ZeRO-1, and once with
+        ZeRO-3. Tasks may have done the first round.
+        """
+        rounds = (1 if self.zero == 3 else 2) - (reduced and self.zero > 0)
+        sent = rounds * parameter_bytes * (self.replicas - 1) / self.replicas
         return sent / self.reduction_bandwidth
 
     def update_seconds(self, parameter_bytes: float) -> float:
         """Returns the time of an update on a rank of speed 1."""
-        return max(0.0, 2 * self.state_bytes - 1) * parameter_bytes / self.memory_bandwidth
+        own = parameter_bytes / self.replicas if self.zero else parameter_bytes
+        return max(0.0, 2 * self.state_bytes - 1) * own / self.memory_bandwidth
 
     def costs(self, choice: Choice) -> Costs:
         """Returns the costs of the stages, for `simulate`."""
@@ -289,11 +342,12 @@ class Setting(Ranks):
 
         copies = tuple(self.of_stages("copy", choice)) if self.layers.copy else math.inf
         backward = tuple(self.times(whole)[1]) if has_halves and self.layers.backward else None
+        moved = tuple(self.collective(choice))
         return Costs(
             tuple(forward), tuple(first), tuple(rest), backward,
             latency=beside * self.latency,
             bandwidth=self.bandwidth / beside if beside else math.inf,
-            edge_bytes=sent, offload=copies, load=copies, per="stage",
+            edge_bytes=sent, offload=copies, load=copies, gather=moved, reduce=moved, per="stage",
             unit=self.unit,
         )  # fmt: skip
 
@@ -304,7 +358,12 @@ class Setting(Ranks):
         inputs = (0.0, *self.edges(choice))
         again = tuple(max(0.0, k - i) for k, i in zip(kept, inputs, strict=True))
         freed = tuple(-own for own in kept)
-        return Memory(tuple(kept), 0.0, freed, recompute=again, per="stage")
+        whole = tuple(self.of_stages("parameter_bytes", choice))
+        # What is left of the sums is there all the time.
+        others = tuple(own * (self.replicas - 1) / self.replicas for own in whole)
+        return Memory(
+            tuple(kept), 0.0, freed, recompute=again, gather=whole, reduce=others, per="stage"
+        )
 
     @functools.cached_property
     def one_step(self) -> "Setting":
