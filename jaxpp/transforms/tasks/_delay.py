@@ -112,7 +112,8 @@ def _reading(flat: jex.ClosedJaxpr, weights: list[Var]) -> jex.ClosedJaxpr:
     if not loops:
         raise ValueError(
             "delay: the step has no loop of microbatches whose weights could be older; give one "
-            "with a gradient of jaxpp.microbatch: delay(train_step)."
+            "with a gradient of jaxpp.microbatch, of a loss in jaxpp.wrap_forward: "
+            "jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)."
         )
     old = [jaxprs.fresh_var(v) for v in weights]
     known = jaxprs.Substitution(zip(weights, old, strict=True))
