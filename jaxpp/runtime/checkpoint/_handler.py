@@ -70,6 +70,8 @@ class _Saving(ocp.type_handlers.TypeHandler):
 
         name = f"jaxpp-{self._writer}"
         self.last = future.CommitFutureAwaitingContractedSignals(commit(), name=name)
+        for mesh in _meshes(values):  # whose end waits for the write
+            mesh.saves.add(self.last)
         return [self.last]
 
 
@@ -187,6 +189,12 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
                 held.delete()
 
     return write
+
+
+def _meshes(values: Sequence[Any]) -> set[Any]:
+    """Returns the meshes of processes that hold some of the values."""
+    parts = [p for x in values for p in (x.parts if isinstance(x, StackedArray) else (x,))]
+    return {part.mesh for part in parts if isinstance(part, RemoteArray)}
 
 
 def _share_shape(value: Any) -> tuple[int, ...]:

@@ -64,6 +64,8 @@ class SiteMesh:
         keep_interrupts()
         self._feeds = Feeds(self._types_of, group)
         self._arrays = Handles(self, group)
+        #: Checkpoints that ranks may still be writing: futures, each with a `result`.
+        self.saves: weakref.WeakSet[Any] = weakref.WeakSet()
         self._owner = os.getpid()
         atexit.register(self._at_exit)
 
@@ -79,9 +81,10 @@ class SiteMesh:
     def shutdown(self) -> None:
         """Ends the mesh; may be repeated, and does nothing in a process that is a fork.
 
-        First it waits for the callbacks that are left, if steps have some. Worker processes end,
-        and so does a Ray session that was started for them. A launched process waits for the others
-        to come to their end, too, and leaves them.
+        First it waits for checkpoints that are being written, whose errors their manager raises,
+        and for the callbacks that are left, if steps have some. Worker processes end, and so does a
+        Ray session that was started for them. A launched process waits for the others to come to
+        their end, too, and leaves them.
 
         Raises:
             RankError: another launched process has failed.
@@ -89,6 +92,9 @@ class SiteMesh:
         if os.getpid() != self._owner or self._group.stopped:
             return
         try:
+            for save in list(self.saves) if self._group.is_well else ():
+                with contextlib.suppress(Exception):
+                    save.result()
             if self._group.library.has_effects and self._group.is_well:
                 with contextlib.suppress(RuntimeError):  # a rank fails now
                     self._group.settle()

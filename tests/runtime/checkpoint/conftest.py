@@ -53,7 +53,7 @@ class ThreadMesh:
         self.num_ranks = num_ranks
         self.inside = None
         self.processes = [Process(rank) for rank in range(num_ranks)]
-        self.dead = set()
+        self.dead, self.saves = set(), set()
         self._ordered, self.beside = (
             [ThreadPoolExecutor(1) for _ in range(num_ranks)] for _ in range(2)
         )

@@ -39,6 +39,31 @@ def train(step, state, numbers, manager=None):
     return state, jax.device_get(losses)
 
 
+def test_a_mesh_that_ends_waits_for_what_its_ranks_write(ray_session, tmp_path):
+    del ray_session
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        with jaxpp.RemoteMpmdMesh((2,)) as mesh:
+            state, _ = train(placed(mesh), list(start()), range(2))
+            expected = jax.device_get(state)
+            mesh.apply(_write_slowly, {0: (), 1: ()})
+            manager.save(7, args=save_args(state))
+        manager.wait_until_finished()
+        assert manager.latest_step() == 7
+        restored = manager.restore(7, args=restore_args(expected))
+    chex.assert_trees_all_equal(jax.device_get(restored), expected, strict=True)
+
+
+def _write_slowly(process):
+    del process
+    write = _shares.write_shares
+
+    def slowly(*args):
+        time.sleep(2)
+        write(*args)
+
+    _shares.write_shares = slowly
+
+
 def test_training_goes_on_from_a_checkpoint_on_any_mesh(mesh, tmp_path, read_plainly):
     here = placed(jaxpp.MpmdMesh((2,)))
     expected, losses = train(here, list(start()), range(5))

@@ -138,7 +138,5 @@ def test_what_cannot_be_delayed_says_why():
         jaxpp.delay(step)((start(),), (), batch(0))
     with pytest.raises(ValueError, match="steps is at least 0, got -1"):
         jaxpp.delay(step, -1)
-    with pytest.raises(
-        ValueError, match="no loop of microbatches.*loss in jaxpp.wrap_forward"
-    ):
+    with pytest.raises(ValueError, match="no loop of microbatches.*loss in jaxpp.wrap_forward"):
         jaxpp.delay(lambda w, x: w - x)((1.0 * jnp.ones(2),) * 2, jnp.ones(2))
