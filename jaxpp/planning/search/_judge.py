@@ -102,7 +102,9 @@ def _scheduled(
     for op, rank in enumerate(problem.op_rank):
         room[rank] -= m * problem.time[op * m]
     own = _rule(choice.num_stages, len(choice.placement), m, choice.halves, rule)
-    found = list_schedule(problem, own, room) if min(room) >= 0 else None
+    # A task that adds no bytes does not ask for room: what is there all the time is judged here.
+    fits = min(*room, *problem.limits) >= 0
+    found = list_schedule(problem, own, room) if fits else None
     if found is None:
         return math.inf, problem, []
     orders, ends = found

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import numbers
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Unpack
 
 from jaxpp.planning import _files
@@ -208,7 +209,7 @@ def plan_layers(
         True
     """
     setting = Setting(layers, ranks, microbatches, **options)
-    _check_search(setting, directions, tries)
+    _check_search(setting, directions, tries, seed, time_limit)
     shown = sys.stderr.isatty() if progress is None else progress
 
     def report(tried: int, best: float) -> None:
@@ -234,11 +235,19 @@ def _why_none(setting: Setting) -> str:
     )
 
 
-def _check_search(setting: Setting, directions: Sequence[int], tries: int) -> None:
-    if not set(directions) <= {1, 2} or not directions or tries < 1:
+def _check_search(
+    setting: Setting, directions: Sequence[int], tries: int, seed: int, time_limit: float
+) -> None:
+    named = isinstance(directions, Collection) and directions and set(directions) <= {1, 2}
+    if not named or not isinstance(tries, numbers.Integral) or tries < 1:
         raise ValueError(
-            f"plan_layers: directions are 1, 2 or both, and tries is at least 1, got "
-            f"{tuple(directions)} and {tries}."
+            f"plan_layers: directions are 1, 2 or both, as (1, 2), and tries is an integer of at "
+            f"least 1, got {directions!r} and {tries!r}."
+        )
+    if not isinstance(seed, numbers.Integral) or not time_limit > 0:
+        raise ValueError(
+            f"plan_layers: seed is an integer and time_limit a number of seconds above 0, got "
+            f"{seed!r} and {time_limit!r}."
         )
     if setting.steps > 1:
         raise ValueError(

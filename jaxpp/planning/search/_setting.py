@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -106,6 +107,9 @@ class Ranks:
 
     def __post_init__(self) -> None:
         given, ranks = vars(self), vars(self)["ranks"]
+        for name in ("ranks", "microbatches", "replicas", "steps"):
+            if not isinstance(given.get(name, 1), numbers.Integral):
+                raise ValueError(f"plan: {name} is an integer, got {given[name]!r}; give one.")
         speed = self.speed
         speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
         object.__setattr__(self, "speed", speeds)
@@ -114,7 +118,7 @@ class Ranks:
         positive = {name: given[name] for name in names if name in given}
         positive |= {f"speed of rank {rank}": own for rank, own in enumerate(speeds)}
         for name, value in positive.items():
-            if not value > 0:
+            if not isinstance(value, numbers.Real) or not value > 0:
                 raise ValueError(f"plan: the {name} is a positive number, got {value!r}; give one.")
         for name in ("state_bytes", "latency"):
             if not 0 <= given[name] < math.inf:

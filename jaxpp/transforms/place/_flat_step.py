@@ -143,12 +143,15 @@ def find_roles(step: Step) -> Step:
             for_all += eqn.invars
     flow = Flow(jaxpr.eqns)
     read, batch = ({v for v, _ in flow.behind(jaxprs.variables(a))} for a in (for_all, sliced))
+    # In a program of several steps a later loop reads weights that an update has made of state.
+    early = Flow(_before_loops(jaxpr.eqns))
+    own = {v for v, _ in early.behind(jaxprs.variables(for_all))}
     state = frozenset(step.pairs.values())
 
     def role(n: int, v: Var) -> Role:
         if v in batch:
             return Role.BATCH
-        if v in read:
+        if v in own or (v in read and n not in state):
             learned = jnp.issubdtype(v.aval.dtype, jnp.inexact)
             return Role.PARAMETER if learned else Role.OTHER
         return Role.OPTIMIZER if n in state else Role.OTHER
@@ -158,6 +161,22 @@ def find_roles(step: Step) -> Step:
         for n, (a, v) in enumerate(zip(step.arguments, jaxpr.jaxpr.invars, strict=True))
     )
     return dataclasses.replace(step, arguments=arguments)
+
+
+def _before_loops(eqns: Sequence[Eqn]) -> list[Eqn]:
+    """Returns the equations that read no result of a loop, nor of a stage."""
+    after: set[Var] = set()
+    found = []
+    for eqn in eqns:
+        if (
+            is_loop(eqn)
+            or is_stage_call(eqn)
+            or any(v in after for v in jaxprs.variables(eqn.invars))
+        ):
+            after.update(eqn.outvars)
+        else:
+            found.append(eqn)
+    return found
 
 
 def pair_state(

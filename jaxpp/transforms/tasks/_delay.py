@@ -32,8 +32,9 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
         first, in its place. It returns such a tuple in the place of the first result.
 
     Raises:
-        ValueError: `steps` is negative; the first argument is no such tuple; or the step has no
-            loop of microbatches, or one whose operands are computed with effects.
+        ValueError: `steps` is negative; the first argument is no such tuple, or its versions differ
+            in more than the values of arrays; or the step has no loop of microbatches, or one whose
+            operands are computed with effects.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -54,6 +55,7 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
                 f"delay: a step that is delayed by {steps} takes a tuple of {steps + 1} versions "
                 f"of the weights, the newest one first; begin with (weights,) * {steps + 1}."
             )
+        _check_alike(versions)
         if jaxprs.definition_of("microbatch"):
             return _with_newest(_by_definition(step, versions, args, kwargs), versions)
         traced = jaxprs.trace(step, (versions[0], *args), kwargs)
@@ -69,6 +71,35 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
         return _with_newest(result, versions)
 
     return delayed
+
+
+def _aval(x: Any) -> tuple[Any, Any]:
+    return x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+
+
+def _check_alike(versions: Any) -> None:
+    """Checks that versions differ only in the values of their arrays."""
+    newest = dict(jtu.tree_leaves_with_path(versions[0]))
+    for n, version in enumerate(versions[1:], 1):
+        own = dict(jtu.tree_leaves_with_path(version))
+        if jtu.tree_structure(version) != jtu.tree_structure(versions[0]):
+            raise ValueError(
+                f"delay: version {n} of the weights has another structure than the newest one, "
+                f"{jtu.tree_structure(version)} for {jtu.tree_structure(versions[0])}; give trees "
+                f"of one structure, such as earlier results of the step."
+            )
+        for path, leaf in own.items():
+            kinds = [_aval(x) if jaxprs.is_array(x) else x for x in (newest[path], leaf)]
+            if kinds[0] is not kinds[1] and kinds[0] != kinds[1]:
+                new, old = (
+                    f"{x.dtype}{list(x.shape)}" if jaxprs.is_array(x) else f"the constant {x!r}"
+                    for x in (newest[path], leaf)
+                )
+                raise ValueError(
+                    f"delay: weights{jtu.keystr(path)} is {new} in the newest version, and {old} "
+                    f"in version {n}. Versions differ in the values of arrays alone: give arrays "
+                    f"of one shape and dtype, and jnp.asarray(x) for a number that is a weight."
+                )
 
 
 def _with_newest(result: Any, versions: Any) -> Any:

@@ -218,6 +218,12 @@ def test_cp_sat_proves_how_much_another_order_gains():
         (dict(steps=2), "the search is for a step alone"),
         (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
         (dict(directions=(3,)), "directions are 1, 2 or both"),
+        (dict(directions=1), "directions are 1, 2 or both, as .1, 2., .* got 1"),
+        (dict(ranks=2.0), "ranks is an integer, got 2.0"),
+        (dict(microbatches=[4, 8]), r"microbatches is an integer, got \[4, 8\]"),
+        (dict(memory_limit=(9.0, 9.0)), r"memory_limit is a positive number, got \(9.0, 9.0\)"),
+        (dict(tries=math.inf), "tries is an integer of at least 1"),
+        (dict(time_limit=0), "time_limit a number of seconds above 0, got 0 and 0"),
         (dict(memory_limit=1.0), "no plan was found that fits into 1 a rank"),
     ],
 )
@@ -225,6 +231,16 @@ def test_bad_arguments_are_named(options, message):
     given: Any = {"ranks": 2, "microbatches": 4, "tries": 20, **options}
     with pytest.raises(ValueError, match=message):
         plan_layers(layers_of(0), **given)
+
+
+def test_a_limit_holds_where_no_activation_is_kept():
+    """A task that adds no bytes does not ask for room; what is there all the time counts."""
+    zeros, ones = (0.0, 0.0), (1.0, 1.0)
+    layers = Layers(ones, ones, ones, activation_bytes=zeros, parameter_bytes=(9.0, 1.0))
+    options: Any = dict(ranks=2, microbatches=2, directions=(1,), tries=20)
+    with pytest.raises(ValueError, match="no plan was found that fits into 8 a rank"):
+        plan_layers(layers, memory_limit=8.0, state_bytes=1.0, **options)
+    plan_layers(layers, memory_limit=9.0, state_bytes=1.0, **options).check()
 
 
 @pytest.mark.parametrize(

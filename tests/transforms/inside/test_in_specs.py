@@ -133,6 +133,23 @@ def test_zero1_divides_the_bytes_of_the_optimizer(size):
         assert bytes_on(device, split[0]) == bytes_on(device, whole[0])
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_zero1_splits_the_optimizer_of_several_steps_in_one_program(delayed):
+    """A later loop reads weights that come of the state, but no stage reads the state."""
+    step = make_step(replicas=2)
+    step = jaxpp.delay(step) if delayed else step
+
+    def steps(weights, state, batches):
+        for own in batches:
+            weights, state, _ = step(weights, state, *own)
+        return weights, state
+
+    weights = (parameters(),) * 2 if delayed else parameters()
+    placed = place(steps, (2, 2, 1), zero1="data", in_specs=None)
+    _, state = placed(weights, optimizer.init(parameters()), [batch(n) for n in range(3)])
+    assert "data" in state[0].mu[0]["up"].sharding.spec  # of whichever dimension
+
+
 def test_zero1_gathers_each_parameter_once_a_step():
     step = place(make_step(replicas=2), (2, 2, 1), zero1="data")
     train(step, 1)

@@ -140,3 +140,28 @@ def test_what_cannot_be_delayed_says_why():
         jaxpp.delay(step, -1)
     with pytest.raises(ValueError, match="no loop of microbatches.*loss in jaxpp.wrap_forward"):
         jaxpp.delay(lambda w, x: w - x)((1.0 * jnp.ones(2),) * 2, jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ([1.0, 3.0], "constant 2.0 in the newest version, and the constant 3.0 in version 1"),
+        ([jnp.ones(2), 2.0], r"\[0\] is the constant 1.0 .* float32\[2\]"),
+        ((1.0, 2.0), "version 1 of the weights has another structure"),
+    ],
+)
+def test_versions_differ_in_values_of_arrays_alone(old, message):
+    """Outside of jit and place a number is static, and its old value would be lost."""
+    with pytest.raises(ValueError, match=message):
+        jaxpp.delay(step_of(grad_fn(), optax.sgd(0.1)))(([1.0, 2.0], old), (), batch(0))
+
+
+def test_versions_may_be_of_numpy():
+    """A float64 of NumPy is a float32 of JAX, as the results of the step are."""
+    step = jaxpp.delay(step_of(grad_fn(), optax.sgd(0.1)))
+    old = [np.asarray(w, np.float64) for w in start()]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        step((start(), old), optax.sgd(0.1).init(start()), batch(0)),
+        step((start(),) * 2, optax.sgd(0.1).init(start()), batch(0)),
+    )
