@@ -349,8 +349,6 @@ def test_a_limit_that_one_microbatch_breaks_is_an_error():
         ({"memory_limit": [1.0]}, "1 numbers, but the placement has 2 ranks"),
         ({"num_microbatches": 0}, "at least 1"),
         ({"objective": "bubble"}, "'wall' or 'span'"),
-        ({"stage_inputs": ((1,), (0,))}, r"stage 0 reads from stages \(1,\); .* earlier ones"),
-        ({"stage_inputs": ((),)}, "stage_inputs has 1 entries for 2 stages"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):

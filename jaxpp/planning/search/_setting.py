@@ -118,7 +118,7 @@ class Ranks:
         positive = {name: given[name] for name in names if name in given}
         positive |= {f"speed of rank {rank}": own for rank, own in enumerate(speeds)}
         for name, value in positive.items():
-            if not isinstance(value, numbers.Real) or not value > 0:
+            if not isinstance(value, numbers.Real) or not float(value) > 0:
                 raise ValueError(f"plan: the {name} is a positive number, got {value!r}; give one.")
         for name in ("state_bytes", "latency"):
             if not 0 <= given[name] < math.inf:

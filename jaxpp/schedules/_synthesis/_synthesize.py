@@ -135,8 +135,8 @@ def synthesize(
       **options: how long to search; see `SearchOptions`.
 
     Raises:
-      ValueError: the placement is not one, a stage reads from a later one, the directions do not
-        divide the microbatches, or not even one microbatch fits the memory limit.
+      ValueError: the placement is not one, the directions do not divide the microbatches, or not
+        even one microbatch fits the memory limit.
       ImportError: `exact` is asked for, and OR-tools is not installed.
 
     >>> found = synthesize(Costs(latency=0.25), (0, 1, 2, 3), 8, memory_limit=4)
@@ -145,7 +145,6 @@ def synthesize(
     """
     placement = _directions(placement)
     _check_arguments(num_microbatches, len(placement), objective)
-    _check_graph(stage_inputs, len(placement[0]))
     return _Case(
         costs.by_stage(placement[0]), placement, num_microbatches,
         (memory or Memory()).by_stage(placement[0]),
@@ -288,22 +287,6 @@ def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> list[float
             f"ranks; give a number for each, or one for all."
         )
     return [float(limit) for limit in memory_limit]
-
-
-def _check_graph(stage_inputs: Sequence[Sequence[int]] | None, num_stages: int) -> None:
-    if stage_inputs is None:
-        return
-    if len(stage_inputs) != num_stages:
-        raise ValueError(
-            f"stage_inputs has {len(stage_inputs)} entries for {num_stages} stages; give one for "
-            f"each, or none for a chain."
-        )
-    for stage, own in enumerate(stage_inputs):
-        if not set(own) <= set(range(stage)):
-            raise ValueError(
-                f"stage {stage} reads from stages {tuple(own)}; a stage reads from earlier ones, "
-                f"numbered from 0: renumber the stages in an order of dependence."
-            )
 
 
 def _check_arguments(num_microbatches: int, directions: int, objective: str) -> None:
