@@ -262,7 +262,7 @@ def _profiled(finest: Finest, at_least: int, grad_fn: Any, bench: "_Bench") -> P
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
-    """Where the units of a function are measured, or what tells their times without."""
+    """The place where the units of a function are measured, or what tells their times without."""
 
     mesh: MpmdMesh
     in_specs: Any

@@ -118,7 +118,7 @@ class StackedArray(ArrayHandle):
 
     @property
     def way_out(self) -> str:
-        """What is to be done about it, as the end of a sentence; empty if not known."""
+        """The way out, as the end of a sentence; empty if none is known."""
         return next((p.way_out for p in self.parts if getattr(p, "why_deleted", "")), "")
 
     def __repr__(self):

@@ -1,4 +1,4 @@
-"""What a launcher tells a process: its number, how many there are, where they meet.
+"""Reads from the environment the number of a process, how many there are, where they meet.
 
 Of Slurm, Open MPI and Kubernetes JAX itself knows; torchrun, MPICH and JAX's own variables are read
 here.

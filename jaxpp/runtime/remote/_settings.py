@@ -13,7 +13,7 @@ TRANSPORTS = "auto", "unix", "tcp", "jax"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all workers start with: the arguments of `RemoteMpmdMesh`, which describes them.
+    """The start of all workers: the arguments of `RemoteMpmdMesh`, which describes them.
 
     `inside` has the axes inside a rank, and their sizes. `gpus_per_rank` counts the GPUs for each
     entry of these axes. `x64` tells whether 64-bit types are on in the driver. Workers prove to

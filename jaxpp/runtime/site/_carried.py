@@ -1,4 +1,4 @@
-"""What goes to a site: values of the user, and computations, as bytes or as they are."""
+"""Values of the user, and computations, on the way to a site: as bytes or as they are."""
 
 import contextlib
 import dataclasses
@@ -92,7 +92,7 @@ class WithSettings:
 
     @functools.cached_property
     def executables(self) -> Executables:
-        """What it is compiled to, for each home that asks."""
+        """Its executables, one for each home that asks."""
         return Executables(self._compile)
 
     def _compile(self, home: Home) -> Any:

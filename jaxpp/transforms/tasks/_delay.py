@@ -32,7 +32,8 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
         first, in its place. It returns such a tuple in the place of the first result.
 
     Raises:
-        ValueError: `steps` is negative; the first argument is no such tuple, or its versions differ
+        TypeError: `step` is not a function.
+        ValueError: `steps` is negative, or no integer; the first argument is no such tuple, or its versions differ
             in more than the values of arrays; or the step has no loop of microbatches, or one whose
             operands are computed with effects.
 
@@ -45,8 +46,10 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
         >>> bool((new == old).all())  # the gradient at the old weights is 0
         True
     """
-    if steps < 0:
-        raise ValueError(f"delay: steps is at least 0, got {steps}.")
+    if not callable(step):
+        raise TypeError(f"delay takes a function, got {step!r}; write delay(train_step, 1).")
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"delay: steps is an integer of at least 0, got {steps!r}.")
 
     @functools.wraps(step)
     def delayed(versions: Any, *args: Any, **kwargs: Any) -> Any:

@@ -136,8 +136,12 @@ def test_what_cannot_be_delayed_says_why():
     step = step_of(grad_fn(), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"takes a tuple of 2 versions .* begin with \(weights,\)"):
         jaxpp.delay(step)((start(),), (), batch(0))
-    with pytest.raises(ValueError, match="steps is at least 0, got -1"):
+    with pytest.raises(ValueError, match="integer of at least 0, got -1"):
         jaxpp.delay(step, -1)
+    with pytest.raises(ValueError, match="integer of at least 0, got 1.5"):
+        jaxpp.delay(step, 1.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="takes a function, got 3"):
+        jaxpp.delay(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no loop of microbatches.*loss in jaxpp.wrap_forward"):
         jaxpp.delay(lambda w, x: w - x)((1.0 * jnp.ones(2),) * 2, jnp.ones(2))
 
