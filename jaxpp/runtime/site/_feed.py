@@ -49,17 +49,17 @@ class Feeds:
         self._describe, self._put, self._pack = describe, group.put, group.pack
         #: The functions that are kept, each with its number, packed, and with its types.
         self._loads: collections.deque[tuple[Any, int, Any, Any]] = collections.deque(maxlen=KEPT)
-        self._numbers = itertools.count()
+        self._functions, self._batches = itertools.count(), itertools.count()
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns placeholders of `load(value)` for the arguments of a call."""
         found = next((own for own in self._loads if own[0] == load), None)
         if found is None:
             types = self._describe(load, value)
-            found = load, next(self._numbers), self._pack(load), types
+            found = load, next(self._functions), self._pack(load), types
             self._loads.append(found)
         _, number, function, types = found
-        batch = Batch(next(self._numbers), number, self._put(function), self._pack(value))
+        batch = Batch(next(self._batches), number, self._put(function), self._pack(value))
         leaves, tree = jtu.tree_flatten(types)
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
