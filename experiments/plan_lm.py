@@ -298,7 +298,7 @@ def slow(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
             plans.append(plans[-1].again(traced(trainings[-1], mesh, 8)))
             trainings.append(Training(run, step_of(run, plans[-1], mesh)))
             print(f"planned again: {plans[-1].schedule}, units {plans[-1].units}, "
-                  f"speed {[round(x, 3) for x in plans[-1].problem.speed]}")  # fmt: skip
+                  f"speed {[round(x, 3) for x in plans[-1].problem.speeds]}")  # fmt: skip
         units = sum(plan.units)
         tried = [
             Choice(name, own, clocked(at_cut(run, plan, name, own, mesh)))
