@@ -15,7 +15,7 @@ from jaxpp.runtime.site import LANES, POLL, Failed, Process, Watch
 
 #: Seconds that calls have to end after the mesh has.
 CLOSING = 5.0
-#: Set once a mesh of this process has failed.
+#: Set once a mesh of this process has failed, until the next one begins.
 FAILED = threading.Event()
 #: The threads of lanes that are in a call.
 _IN_CALLS: set[int] = set()
@@ -23,14 +23,19 @@ _IN_CALLS: set[int] = set()
 
 @atexit.register  # with the import of jaxpp: what the script registers later is called before
 def _leave() -> None:
-    """Ends a process that has failed at once where a thread is in XLA, or XLA is in a callback.
+    """Ends a process that has failed with an exit code that is not 0, and in time.
 
-    Such a thread may take longer than all others, and Python aborts where it comes back in the end.
+    Where no exception has ended the script, it has caught what was raised, or another thread has
+    raised it. Where a thread is in XLA, or XLA in a callback, it may take longer than all others,
+    and Python aborts where it comes back in the end.
     """
+    if not FAILED.is_set():
+        return
     known = {thread.ident for thread in threading.enumerate()}
-    if FAILED.is_set() and (_IN_CALLS or not known.issuperset(sys._current_frames())):
+    stuck = _IN_CALLS or not known.issuperset(sys._current_frames())
+    if stuck or getattr(sys, "last_type", None) is None:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed
                 stream.flush()
         os._exit(1)
 

@@ -62,6 +62,11 @@ def find_position(environment: Mapping[str, str] = os.environ) -> Position:
         ValueError: no launcher has started this process, or it does not say where to meet.
     """
     number, count, address = _counted(environment)
+    if not 0 <= number < count:
+        raise ValueError(
+            f"LaunchedMpmdMesh: the launcher says that this is process {number} of {count}; "
+            f"processes are counted from 0."
+        )
     on_host = (0, 1)
     for names in _ON_HOST:
         own, every = (re.match(r"\d+", environment.get(name, "")) for name in names)
@@ -77,6 +82,11 @@ def find_position(environment: Mapping[str, str] = os.environ) -> Position:
             f"a free port there, or JAX_COORDINATOR_ADDRESS to HOST:PORT."
         )
     host, _, port = address.rpartition(":")
+    if not (host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(
+            f"LaunchedMpmdMesh: the processes are to meet at {address!r}, which is not HOST:PORT; "
+            f"look at MASTER_ADDR and MASTER_PORT, or JAX_COORDINATOR_ADDRESS."
+        )
     behind = int(port) + 1 if int(port) < 65535 else int(port) - 1
     return Position(number, count, host.strip("[]"), behind, on_host)
 
@@ -91,7 +101,10 @@ def _counted(environment: Mapping[str, str]) -> tuple[int, int, str | None]:
         return number, count, told
     for names in _COUNTED:
         if all(environment.get(name, "").isdigit() for name in names):
-            return int(environment[names[0]]), int(environment[names[1]]), address
+            number, count = (int(environment[name]) for name in names)
+            if address is None and count > 1 and (found := _compat.detect_cluster()) is not None:
+                address = found[0]  # as where srun --mpi=pmi2 sets the variables of PMI, too
+            return number, count, address
     found = _compat.detect_cluster()
     if found is None:
         raise ValueError(

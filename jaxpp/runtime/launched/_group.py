@@ -101,6 +101,7 @@ class LaunchedGroup(Group):
         peers = {rank: m.hello.addresses for m in self._members for rank in m.ranks if m.hello}
         transport.connect(peers)
         self.meet("has connected", None).values()  # none sends before all are connected
+        FAILED.clear()
 
     # ---- calls ----------------------------------------------------------------------------------
 

@@ -160,9 +160,9 @@ class Hub:
         finally:
             door.close()
 
-    def _enter(self, _: int, number: int, connection: socket.socket) -> bool:
+    def _enter(self, count: int, number: int, connection: socket.socket) -> bool:
         with self._changed:
-            if number in self._lines:
+            if count != self._place.count or number in self._lines:
                 return False
             self._add(number, connection)
             return True
@@ -175,7 +175,7 @@ class Hub:
         def knock() -> str:
             nonlocal strange
             try:
-                self._add(0, connect(0, place.number, 0, there, secret, "tcp"))
+                self._add(0, connect(place.count, place.number, 0, there, secret, "tcp"))
                 return ""
             except PeerLost as error:
                 strange = strange + 1 if isinstance(error, NotOpened) else 0
@@ -192,9 +192,10 @@ class Hub:
         except TransportError as error:
             raise RuntimeError(
                 f"LaunchedMpmdMesh: process {place.number} is not let in by what listens at "
-                f"{self._where}: {error} Either that is process 0, and this process has another "
-                f"secret, or the number of one that is there; or it is another program or job, and "
-                f"process 0 cannot listen, which it says then: {_ANOTHER}."
+                f"{self._where}: either that is process 0, which has another secret or not "
+                f"{place.count} processes, or has let in another process {place.number}; or it is "
+                f"another program or job, and process 0 cannot listen, which it says then: "
+                f"{_ANOTHER}."
             ) from error
         self._lines[0].send(("in", place.number, None))
 
@@ -285,8 +286,14 @@ def _wait(attempt: Callable[[], str], timeout: float) -> None:
                 f"or give a longer start_timeout."
             )
         if passed >= NOTICE and not said:
-            print(f"jaxpp: {why}; waits up to {timeout:g} s.", file=sys.stderr, flush=True)
+            say(f"jaxpp: {why}; waits up to {timeout:g} s.")
             said = True
+
+
+def say(text: str) -> None:
+    """Prints a line for the user, if somebody can read it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _is_loopback(host: str) -> bool:

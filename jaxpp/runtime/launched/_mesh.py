@@ -1,5 +1,6 @@
 """`LaunchedMpmdMesh`: the same script in each process, started by srun, mpirun or torchrun."""
 
+import contextlib
 import math
 import os
 import sys
@@ -16,7 +17,7 @@ from jaxpp.runtime.arrays import Home, check_axes, devices_of, home_over
 from jaxpp.runtime.launched._environment import find_position, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import host_of_processes
-from jaxpp.runtime.site import Hello, SiteMesh, keep_interrupts
+from jaxpp.runtime.site import Hello, RankError, SiteMesh, keep_interrupts
 from jaxpp.runtime.transport import (
     Puts,
     SocketTransport,
@@ -150,9 +151,12 @@ class LaunchedMpmdMesh(SiteMesh):
         sys.excepthook = tell
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any):
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._group.fail(error)
-        self.shutdown()
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.shutdown()
+            return
+        self._group.fail(error)
+        with contextlib.suppress(RankError):  # of which the error is the cause, or the consequence
+            self.shutdown()
 
 
 def _prepare_jax(devices: int, gpus: str) -> None:

@@ -1,11 +1,12 @@
 """The watch over the processes of a job, which tell each other by the hub."""
 
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxpp.runtime.launched._calls import FAILED
+from jaxpp.runtime.launched._hub import say
 from jaxpp.runtime.site import Death, Failure, Member, Watch, end_stopped, has_ended
 from jaxpp.runtime.transport import host_identity
 
@@ -37,6 +38,12 @@ class LaunchedWatch(Watch):
     def fails(self) -> bool:
         """Tells whether a process has failed."""
         return self._fails
+
+    def report(self, worker: int, what: Failure | Death) -> None:
+        """Notes that a process has failed, and with it this one."""
+        if not self._closed:
+            FAILED.set()
+        super().report(worker, what)
 
     def end(self) -> NoReturn:
         """Raises the error of the processes."""
@@ -89,10 +96,8 @@ class LaunchedWatch(Watch):
         """Ends this process where its script does not come to hear of the failure."""
         if self._told.wait(END_TIMEOUT) or self._closed:
             return
-        print(
+        say(
             f"jaxpp: this process has not called the mesh for {END_TIMEOUT:g} s after the failure "
-            f"of another, and is ended: {self.error}",
-            file=sys.stderr,
-            flush=True,
+            f"of another, and is ended: {self.error}"
         )
         os._exit(1)

@@ -107,10 +107,12 @@ class SiteMesh:
         try:
             self.shutdown()
         except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
-            sys.stdout.flush()
-            os._exit(1)  # Python leaves the code as it is after an error at its end
+            try:
+                traceback.print_exc()
+                sys.stderr.flush()
+                sys.stdout.flush()
+            finally:  # one of them may be closed
+                os._exit(1)  # Python leaves the code as it is after an error at its end
 
     @property
     def first_ranks(self) -> list[int]:

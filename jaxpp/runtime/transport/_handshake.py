@@ -97,11 +97,11 @@ def connect(
         )
     unix = kind == "unix" or (kind == "auto" and local and peer.unix is not None)
     where = "its Unix socket" if unix else f"{peer.tcp[0]} port {peer.tcp[1]}"
-    family = socket.AF_UNIX if unix else _family(peer.tcp[0])
     with contextlib.ExitStack() as failed:
-        connection = failed.enter_context(socket.socket(family))
-        connection.settimeout(HANDSHAKE_TIMEOUT)
         try:
+            family = socket.AF_UNIX if unix else _family(peer.tcp[0])  # its name may not be known
+            connection = failed.enter_context(socket.socket(family))
+            connection.settimeout(HANDSHAKE_TIMEOUT)
             connection.connect((peer.unix or b"") if unix else peer.tcp)
         except OSError as error:
             raise PeerLost(target, f"{where} does not answer ({error})") from error

@@ -218,6 +218,21 @@ def loose(folder):
             sys.exit(0)
 
 
+def caught(folder, *meshes):
+    """Process 1 raises; all catch what comes out of the mesh, and may make another one."""
+    try:
+        with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+            step = placed("plain", mesh)
+            float(step(*begin(2), 0)[-1])
+            if mesh.process == 1:
+                raise LookupError("no such word")
+            float(step(*begin(2), 1)[-1])
+    except (LookupError, jaxpp.RankError) as error:
+        print(f"caught {type(error).__name__}", flush=True)
+    if meshes:
+        twice(folder)
+
+
 def napping(folder):
     """A callback of rank 1 takes longer than the end of a mesh waits; it is in Python at times."""
 
@@ -295,7 +310,8 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, delayed, managed, twice, disordered, late, loose, napping, faulty)
+    others = (composes, delayed, managed, twice, disordered, late, loose, caught)
+    others = (*others, napping, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder), *rest)

@@ -52,7 +52,8 @@ def test_a_step_whose_transfers_would_wait_for_each_other_is_not_placed(tmp_path
 
 
 def test_a_mesh_that_comes_after_the_first_use_of_jax_says_so_in_all_processes(tmp_path):
-    outputs = Job(2, "late", tmp_path).succeed()
+    codes, outputs = zip(*Job(2, "late", tmp_path).wait(), strict=True)
+    assert codes == (1, 1)
     assert all("has to be asked for before JAX is used" in output for output in outputs)
     assert outputs[0].startswith("rank 1 ")
 

@@ -54,7 +54,9 @@ def test_an_interrupt_during_a_long_callback_ends_all_without_an_abort(tmp_path,
     found = job.wait(60)
     assert [code for code, _ in found] == [1, 1], found  # Python's abort would be -6
     assert time.monotonic() - before < 19  # which is before the callback ends
-    assert all("has failed in the script: KeyboardInterrupt" in output for _, output in found)
+    for number, (_, output) in enumerate(found):
+        told = "KeyboardInterrupt" if number in victims else "failed in the script: KeyboardInt"
+        assert told in output
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,19 @@ def test_a_process_that_ends_before_the_others_has_failed(tmp_path):
     found = Job(2, "loose", tmp_path).wait(60)
     assert [code for code, _ in found] == [1, 1], found
     assert all("shuts the mesh down" in output for _, output in found)
+
+
+def test_a_script_that_has_caught_a_failure_has_failed(tmp_path):
+    first, second = Job(2, "caught", tmp_path).wait(60)
+    assert first[0] == second[0] == 1
+    assert "caught RankError" in first[1]
+    assert "caught LookupError" in second[1]  # its own exception, as on the other meshes
+
+
+def test_a_script_may_make_another_mesh_after_a_failure(tmp_path):
+    outputs = Job(2, "caught", tmp_path, "and more").succeed()
+    assert all("caught" in output for output in outputs)
+    assert (tmp_path / "loss0").read_text() == (tmp_path / "loss1").read_text() != ""
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -39,6 +39,31 @@ def test_jax_detects_the_place(launcher, monkeypatch):
     assert place.host in ("localhost", "127.0.0.1")
 
 
+def test_srun_may_set_the_variables_of_pmi_too(monkeypatch):
+    """As with `--mpi=pmi2`: these say who a process is, and JAX where the processes meet."""
+    pmi = {"PMI_RANK": "2", "PMI_SIZE": "4"}
+    for name, value in (jobs.slurm(1, 4, 77) | pmi).items():
+        monkeypatch.setenv(name, str(value))
+    place = find_position()
+    assert (place.number, place.count, place.host) == (2, 4, "localhost") and place.port > 60000
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RANK": "2"}, "is process 2 of 2; processes are counted from 0"),
+        ({"WORLD_SIZE": "0"}, "is process 1 of 0"),
+        ({"MASTER_PORT": "tcp"}, "meet at '127.0.0.1:tcp', which is not HOST:PORT"),
+        ({"MASTER_PORT": "70000"}, "meet at '127.0.0.1:70000', which is not HOST:PORT"),
+        ({"JAX_COORDINATOR_ADDRESS": "host"}, "meet at 'host', which is not HOST:PORT"),
+    ],
+)
+def test_what_a_launcher_cannot_mean_is_refused(variables, told):
+    own = {k: str(v) for k, v in jobs.torchrun(1, 2, 29500).items()} | variables
+    with pytest.raises(ValueError, match=told):
+        find_position(own)
+
+
 def test_a_process_that_no_launcher_has_started_is_told_of_them(monkeypatch):
     monkeypatch.setattr(_environment._compat, "detect_cluster", lambda: None)
     with pytest.raises(ValueError, match="no launcher has started .*torchrun.*MpmdMesh runs all"):

@@ -1,10 +1,13 @@
 """How processes meet, where something is in the way: all end soon, and say what it is."""
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import re
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -55,11 +58,42 @@ def test_where_another_program_has_the_port_all_end_soon_and_say_so(says, monkey
 def test_a_process_that_another_job_does_not_let_in_says_so(secret):
     door = Door("hub", secret, None, lambda *_: False)
     try:
-        told = "is not let in by .* another secret, or the number of one that is there; or it is"
-        with pytest.raises(RuntimeError, match=told):
+        told = "is not let in by .* another secret or not 2 processes, or has let in another "
+        with pytest.raises(RuntimeError, match=f"{told}process 1; or it is"):
             hub(1, door.addresses.tcp[1]).join(b"secret", 30.0)
     finally:
         door.close()
+
+
+@pytest.mark.parametrize("place", [Position(1, 3), Position(2, 3)])
+def test_processes_that_are_told_of_other_numbers_of_processes_do_not_meet(place):
+    port = jobs.free_port()
+    place = dataclasses.replace(place, port=port)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        first = threads.submit(hub(0, port).join, b"secret", 3.0)
+        with pytest.raises(RuntimeError, match="another secret or not 3 processes"):
+            Hub(place, lambda *_: None, lambda _: None).join(b"secret", 30.0)
+        with pytest.raises(RuntimeError, match="of 2 processes, .1. have not come"):
+            first.result()
+
+
+def test_who_cannot_find_the_name_of_a_host_yet_waits_for_it(monkeypatch):
+    port, known = jobs.free_port(), threading.Event()
+    real: Any = socket.getaddrinfo
+
+    def find(host, *args, **kwargs):
+        if host == "localhost" and not known.is_set():  # as a pod that has no address yet
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    with pytest.raises(RuntimeError, match="not found process 0 at localhost .*not known"):
+        hub(1, port, "localhost").join(b"secret", 0.5)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        both = [threads.submit(hub(n, port, "localhost").join, b"secret", 30.0) for n in (0, 1)]
+        time.sleep(0.3)
+        known.set()
+        assert [each.result() for each in both] == ["127.0.0.1", "127.0.0.1"]
 
 
 def test_who_waits_says_for_whom(monkeypatch, capsys):
