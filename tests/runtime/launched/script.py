@@ -1,5 +1,6 @@
 """What each process of a launched job runs: `python script.py CASE FOLDER [FAULT]`."""
 
+import importlib.metadata
 import os
 import pathlib
 import signal
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp import schedules
+from jaxpp.runtime.launched import _watch
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 8, 16, 4, 10
 TRANSPORT: Any = os.environ.get("JAXPP_TEST_TRANSPORT", "sockets")
@@ -207,15 +209,35 @@ def late(folder):
         print(error, flush=True)
 
 
-def loose(folder):
-    """Without `with`, process 1 ends earlier, as if all were well."""
+def loose(folder, how):
+    """Without `with`, process 1 ends earlier: as if all were well, or by an exception."""
     mesh = jaxpp.LaunchedMpmdMesh((2,), heartbeat_timeout=2.0)
     step, state = placed("plain", mesh), begin(2)
     for number in range(100_000):
         *state, loss = step(*state, number)
         float(loss)
         if number == 3 and mesh.process == 1:
-            sys.exit(0)
+            sys.exit(0) if how == "exit" else begin(how)
+
+
+def idle(folder, errors):
+    """Process 1 fails while process 0 does not call the mesh, and may have nowhere to write to."""
+    _watch.END_TIMEOUT = 2.0
+    if errors == "closed":
+        sys.stderr.close()
+    with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+        float(placed("plain", mesh)(*begin(2), 0)[-1])
+        if mesh.process == 1:
+            raise LookupError("no such word")
+        time.sleep(100)
+
+
+def versions(folder):
+    """Process 1 has another version of JAX."""
+    if os.environ["RANK"] == "1":
+        right = importlib.metadata.version
+        importlib.metadata.version = lambda name: "0.0.1" if name == "jax" else right(name)
+    jaxpp.LaunchedMpmdMesh((2,))
 
 
 def caught(folder, *meshes):
@@ -310,8 +332,8 @@ def faulty(folder, fault):
 
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
-    others = (composes, delayed, managed, twice, disordered, late, loose, caught)
-    others = (*others, napping, faulty)
+    others = (composes, delayed, managed, twice, disordered, late, loose, idle)
+    others = (*others, versions, caught, napping, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder), *rest)
