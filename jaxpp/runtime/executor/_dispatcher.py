@@ -57,14 +57,6 @@ class Dispatcher:
             return None
         return running.program.rank, running.at
 
-    def clear(self) -> None:
-        """Forgets all values but the constants, after a step that has failed."""
-        self._running = None
-        for executor in self.executors.values():
-            kept = {slot for slot, _ in executor.program.constants}
-            executor.at = None
-            executor.slots[:] = [x if i in kept else None for i, x in enumerate(executor.slots)]
-
 
 def turns_of(programs: Sequence[Program]) -> list[int]:
     """Returns the ranks in the order of `interleave`."""

@@ -160,7 +160,7 @@ class Hub:
         finally:
             door.close()
 
-    def _enter(self, _: int, number: int, connection: socket.socket) -> bool:
+    def _enter(self, number: int, connection: socket.socket) -> bool:
         with self._changed:
             if number in self._lines:
                 return False
@@ -175,7 +175,7 @@ class Hub:
         def knock() -> str:
             nonlocal strange
             try:
-                self._add(0, connect(0, place.number, 0, there, secret, "tcp"))
+                self._add(0, connect(place.number, 0, there, secret, "tcp"))
                 return ""
             except PeerLost as error:
                 strange = strange + 1 if isinstance(error, NotOpened) else 0

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +15,7 @@ class Settings:
     """The start of all workers: the arguments of `RemoteMpmdMesh`, which describes them.
 
     `inside` has the axes inside a rank, and their sizes. `gpus_per_rank` counts the GPUs for each
-    entry of these axes. `x64` tells whether 64-bit types are on in the driver. Workers prove to
-    each other that they have the `secret`.
+    entry of these axes. `x64` tells whether 64-bit types are on in the driver.
 
     Raises:
         ValueError: the devices of a rank cannot be divided among so many processes, or have no GPU
@@ -37,7 +35,6 @@ class Settings:
     heartbeat_timeout: float
     start_timeout: float
     x64: bool
-    secret: bytes = dataclasses.field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property
     def devices_per_rank(self) -> int:

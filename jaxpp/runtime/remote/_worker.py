@@ -1,5 +1,6 @@
 """The worker process: a site that Ray starts. Ray makes an actor of this class."""
 
+import functools
 import os
 import signal
 import sys
@@ -8,12 +9,15 @@ from typing import Any, NoReturn
 import jax
 import ray
 
+from jaxpp import _compat
 from jaxpp.runtime.arrays import Home, devices_of, home_over
 from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
-from jaxpp.runtime.site import Failed, Hello, Process, lane
+from jaxpp.runtime.site import Failed, Hello, Process, in_order, lane
+from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
+    Addresses,
     Pulls,
     SocketTransport,
     first_devices,
@@ -47,16 +51,16 @@ class Worker(Process):
         return free_port(host)
 
     def start(
-        self, settings: Settings, address: str | None, coordinator: str | None, epoch: int
+        self, settings: Settings, secret: bytes, address: str | None, coordinator: str | None
     ) -> Hello:
         """Starts JAX and the connections of the ranks; describes the process.
 
         Args:
             settings: of the mesh.
+            secret: by which the workers know each other until the next restart.
             address: the address of this host that others reach it by; None for loopback only.
             coordinator: where `jax.distributed` joins the processes of the rank; None where it has
                 but one.
-            epoch: how often the mesh has been restarted.
         """
         prepare_process(settings.cores)
         self._start_jax(settings)
@@ -68,14 +72,13 @@ class Worker(Process):
         kind, pulls = settings.transport, None
         if kind == "jax":
             kind, pulls = "auto", Pulls(first, address)
-        transport = SocketTransport(homes, settings.secret, address=address, kind=kind, pulls=pulls)
-        if epoch:
-            transport.reset(epoch)
-        self.have(transport, ray.get)
+        how: Any = {"address": address, "kind": kind, "pulls": pulls}
+        self._new_transport: Any = functools.partial(SocketTransport, homes, **how)
+        self.have(self._new_transport(secret), ray.get)
         device = next(d for d in devices_of(first) if d.process_index == jax.process_index())
         here = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         output = os.path.realpath("/proc/self/fd/2")
-        return Hello.of(*here, device, transport.addresses, output)
+        return Hello.of(*here, device, self.transport.addresses, output)
 
     def _start_jax(self, settings: Settings) -> None:
         """Starts JAX with the devices of this process."""
@@ -98,6 +101,21 @@ class Worker(Process):
         shared = min(settings.gpus_per_rank or 1, 1)  # ranks of one device may share a GPU
         first = int(settings.devices_per_rank * self.numbers.index(rank) * shared)
         return home_over(first_devices(jax.local_devices()[first:], sizes, rank), sizes)
+
+    @in_order
+    def reset(self, secret: bytes) -> Addresses:
+        """Makes the process, which has been aborted, fit for work again; it keeps its programs.
+
+        All others have been aborted, too, or one would take the end of its connections for a loss.
+
+        Returns:
+            Where the others connect to it from now on.
+        """
+        _compat.forget_effects()
+        stop_recording(self)
+        self.transport.close(timeout=0)
+        self.have(self._new_transport(secret), ray.get)
+        return self.transport.addresses
 
     @lane("life")
     def live(self) -> NoReturn:

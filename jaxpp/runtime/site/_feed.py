@@ -81,7 +81,6 @@ class Loader:
 
     def load(self, batch: Batch) -> None:
         """Loads a batch; keeps an error for the caller of `take`."""
-        batches = self._batches  # those from before a reset go nowhere
         found: list[tuple[Any, Any]] | BaseException
         value: Any = "what could not be read"
         try:
@@ -92,7 +91,7 @@ class Loader:
             error.add_note(f"in the function that feeds the step, called with {value!r}")
             found = error
         with self._there:
-            batches[batch.number] = found
+            self._batches[batch.number] = found
             self._there.notify_all()
 
     def _function_of(self, batch: Batch) -> Callable[[Any], Any]:
@@ -146,12 +145,6 @@ class Loader:
         with self._there:
             self._stopped = error
             self._there.notify_all()
-
-    def reset(self) -> None:
-        """Forgets all batches; keeps the functions."""
-        with self._there:
-            self._stopped = None
-            self._batches = {}
 
 
 def describe_batch(process: Any, load: Callable[[Any], Any], value: Any) -> Any:

@@ -144,9 +144,3 @@ class Rank:
         """Forgets arrays."""
         for number in numbers:
             self.arrays.pop(number, None)
-
-    def reset(self) -> None:
-        """Drops the arrays of the rank, which must be idle, and makes it fit for work again."""
-        self.arrays.clear()
-        self.feeds = False
-        self.loader.reset()

@@ -640,7 +640,7 @@ def test_a_slow_fetch_holds_up_no_step(mesh, step):
 
 
 def cut(process, rank):
-    process.transport.connections.peers[rank].reader.connection.shutdown(socket.SHUT_RDWR)
+    process.transport.peers[rank].reader.connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, step):
