@@ -14,9 +14,8 @@ import ray
 import ray.exceptions
 
 from jaxpp._program import Bundle
-from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._watch import WorkerWatch
-from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Worker
+from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Settings, Worker
 from jaxpp.runtime.remote.cluster import (
     ANSWER_TIMEOUT,
     join_session,
@@ -75,18 +74,9 @@ class WorkerMember(Member):
             with contextlib.suppress(Exception):  # the session may be ending at this moment
                 ray.kill(self.actor)
 
-    def renewed(self) -> "WorkerMember":
-        """Makes the record of the worker that replaces this one."""
-        return WorkerMember(self.worker, self.ranks, self.process, self.processes)
-
 
 class WorkerGroup(Group):
     """The workers of a mesh, in the order of ranks; the workers of a rank follow each other.
-
-    Calls that several workers have to see in one order are sent under `order`.
-
-    Args:
-        settings: how they are started.
 
     Raises:
         ValueError: the cluster cannot hold them, or they differ from the driver in a version.
@@ -184,7 +174,10 @@ class WorkerGroup(Group):
                 member.kill()
         try:
             self._reset([member for member in self.members if member.actor and not member.dead])
-            self.members = [m.renewed() if m.dead else m for m in self.members]
+            self.members = [
+                WorkerMember(m.worker, m.ranks, m.process, m.processes) if m.dead else m
+                for m in self.members
+            ]
             self._start()
         except BaseException:
             self._kill()

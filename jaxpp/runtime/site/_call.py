@@ -32,7 +32,7 @@ class Given:
 
     @staticmethod
     def of(value: Any, array_type: ArrayType) -> "Given":
-        """Takes the bytes of an array of any kind, a copy where they are few."""
+        """Takes the bytes of an array of any kind; a copy where they are few."""
         # NumPy's 64-bit types become JAX's 32-bit ones, as in any call of JAX.
         is_jax = isinstance(value, jax.Array)
         host = to_host(value if is_jax else np.asarray(value, array_type.host_dtype))
@@ -93,13 +93,7 @@ class StepCall:
 
 
 class Input:
-    """Makes an input of a step: of bytes, or of what this rank has loaded.
-
-    Args:
-        array_type: of the input.
-        home: where it goes.
-        spec: how it is split there, if that is a mesh.
-    """
+    """Makes an input of a step, at a home: of its bytes, or of what this rank has loaded."""
 
     def __init__(self, array_type: ArrayType, home: Home, spec: Spec):
         self.array_type, self.home, self.spec = array_type, home, spec

@@ -157,7 +157,7 @@ class Death:
 
 
 def _told_by(error: BaseException) -> str:
-    """Returns Ray's reason for the end of a call, in a line."""
+    """Returns Ray's reason for the end of a call."""
     text = str(error)
     if "running low on memory" in text or type(error).__name__ == "OutOfMemoryError":
         return "Ray has killed it because its host ran out of memory"
@@ -181,11 +181,8 @@ def judge(
 ) -> RankError:
     """Makes the error of all ranks: of the first failure that is no echo of another.
 
-    Args:
-        members: the workers.
-        reports: what has been heard of them, of one at least.
-        describe: gives the stage and source line of a task, from its call's number and its label.
-        advice: what the user can do then.
+    `describe` gives the stage and source line of a task, from its call's number and its label;
+    `advice` is what the user can do.
     """
     end = f"{_END} {advice}"
     worker = _culprit(members, reports)

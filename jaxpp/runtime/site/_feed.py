@@ -20,11 +20,7 @@ from jaxpp.runtime.site._carried import unpacked
 class Batch:
     """The load of one argument of one call: `load(value)`.
 
-    Args:
-        number: of the batch.
-        function: the number of the function.
-        reference: to the function, packed.
-        value: the value, packed.
+    The `function` is a number, with a `reference` to the function; it and the `value` are packed.
     """
 
     number: int
@@ -40,9 +36,7 @@ KEPT = 64
 class Feeds:
     """The driver's side: the functions that load, and the types of the arrays that each gives.
 
-    Args:
-        describe: gives the pytree of the types of `load(value)`, loaded by some rank.
-        group: the processes.
+    `describe` gives the pytree of the types of `load(value)`, loaded by some rank.
     """
 
     def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any], group: Any):
@@ -65,10 +59,7 @@ class Feeds:
 
 
 class Loader:
-    """A rank's side: loads batches one after the other, while the step before runs.
-
-    `get` gives the value of a reference.
-    """
+    """A rank's side: loads batches one after the other, while the step before runs."""
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
         self._get = get
@@ -102,12 +93,7 @@ class Loader:
         return self._functions[batch.function]
 
     def take(self, number: int, leaf: int, expected: ArrayType) -> Any:
-        """Returns an array of a batch, as it was loaded; waits until it has been.
-
-        Args:
-            number: of the batch.
-            leaf: which of its arrays.
-            expected: the type that the step was compiled for.
+        """Waits for an array of a batch; returns it as it was loaded, if it is of a type.
 
         Raises:
             Exception: what the function that loads the batch raised.

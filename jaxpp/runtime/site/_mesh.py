@@ -24,26 +24,6 @@ from jaxpp.runtime.site._process import Process
 from jaxpp.runtime.site._step import RemoteStep
 
 
-@dataclasses.dataclass(frozen=True)
-class Applied:
-    """A function that runs on ranks: the call of their processes."""
-
-    pending: Any
-
-    def results(self) -> dict[int, list[Any]]:
-        """Waits for all; returns by rank what each of its processes gave.
-
-        Raises:
-            Exception: what the function raised on a rank.
-            RankError: a rank has failed.
-        """
-        found: dict[int, list[Any]] = {}
-        for own in self.pending.values().values():
-            for rank, carried in own.items():
-                found.setdefault(rank, []).append(unpacked(carried))
-        return found
-
-
 class SiteMesh:
     """A mesh whose ranks are in several processes; subclasses start these, and end them.
 
@@ -219,27 +199,37 @@ class SiteMesh:
             Exception: what the function raised on a rank.
             RankError: a rank has failed.
         """
-        found = self._start(function, args, ordered, 1).results()
+        found = self._start(function, args, ordered, 1)()
         return {rank: own[0] for rank, own in found.items()}
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> Applied:
+    ) -> Callable[[], dict[int, list[Any]]]:
         """Starts a function as `apply` does, in all processes of each rank, and does not wait.
 
-        `.results()` waits; it returns, by rank, a list of what each process gave.
+        Returns:
+            What waits, and gives by rank what each process gave; it raises as `apply` does.
         """
         return self._start(function, args, ordered, self.processes_per_rank)
 
     def _start(
         self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
-    ) -> Applied:
+    ) -> Callable[[], dict[int, list[Any]]]:
         """Starts a function in the first processes of some ranks."""
         packed = {rank: self._group.pack((function, *own)) for rank, own in args.items()}
         with self._group.order:
             self._group.check()
             self.flush()
-            return Applied(self._group.apply(function.__name__, packed, ordered, processes))
+            call = self._group.apply(function.__name__, packed, ordered, processes)
+
+        def results() -> dict[int, list[Any]]:
+            found: dict[int, list[Any]] = {}
+            for own in call.values().values():
+                for rank, carried in own.items():
+                    found.setdefault(rank, []).append(unpacked(carried))
+            return found
+
+        return results
 
     def _types_of(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns the types of the arrays that a function loads, in a rank."""

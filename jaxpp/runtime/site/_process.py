@@ -66,10 +66,7 @@ def in_order(method: Method) -> Method:
 class Process:
     """The ranks of a process, whose failure is one: a site.
 
-    Args:
-        ranks: the numbers of its ranks.
-        process: its number among the processes of its rank.
-        processes: how many these are.
+    It is the `process` of that number among the `processes` of its rank.
     """
 
     def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
@@ -198,7 +195,7 @@ class Process:
     def fetch(self, rank: int, numbers: Sequence[int]) -> Any:
         """Waits until arrays have been computed; returns what `Rank.fetch` gives of each.
 
-        Ray wants one value where there is but one. Each is None where the process has failed.
+        Each is None where the process has failed. Ray wants one value where there is but one.
         """
         fetch = self.ranks[rank].fetch
         found = self._noting(rank, lambda: fetch(numbers)) or [None] * len(numbers)
@@ -215,13 +212,12 @@ class Process:
     def apply(self, functions: Mapping[int, Any]) -> dict[int, Any]:
         """Runs `function(rank, *args)` for each rank, of what is packed; returns the results."""
 
-        def run(own: Rank, packed: Any) -> Any:
+        def run(rank: int, packed: Any) -> Any:
             function, *args = unpacked(packed)
-            result = function(own, *args)
+            result = function(self.ranks[rank], *args)
             return Packed.of(result) if isinstance(packed, Packed) else result
 
-        each = functions.items()
-        return {rank: self._told(rank, run, self.ranks[rank], packed) for rank, packed in each}
+        return {rank: self._told(rank, run, rank, packed) for rank, packed in functions.items()}
 
     def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the user's; raises `Failed` for whatever it raises."""
@@ -262,10 +258,7 @@ class Process:
     ) -> Failure:
         """Notes an error, and wakes all threads that wait here; the first one counts.
 
-        Args:
-            error: what went wrong.
-            rank: whose error it is; by default that of the rank that is dispatched.
-            task: the task whose error it is, where that is another than the rank is at.
+        It is that of the rank that is dispatched, at what that is at, unless they are given.
         """
         with self.changed:
             if not self.end.done():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpp.runtime.transport._errors import Aborted, NotComputed, PeerLost, TransportError
-from jaxpp.runtime.transport._frames import Header, Read, Reader
+from jaxpp.runtime.transport._frames import Read, Reader
 from jaxpp.runtime.transport._handshake import Addresses, Door, SocketKind, connect, start
 
 
@@ -41,8 +41,13 @@ class Connections:
     to wait. A message that has been read is kept until it is received, so the schedule bounds the
     number of these. A thread of each connection writes what cannot be written at once.
 
-    The first `rank` of a process stands for all of them; `SocketTransport` describes the others.
+    The first `rank` of a process stands for all of them; `SocketTransport` describes the others. It
+    has what to do with a header, with a message that has been read, and with what was `put`.
     """
+
+    memory: Any
+    take: Any
+    write: Any
 
     def __init__(self, rank: int, secret: bytes, address: str | None, kind: SocketKind):
         self.rank, self._secret = rank, secret
@@ -68,20 +73,6 @@ class Connections:
         self._door = Door(f"accept-{rank}", secret, address, self._add)
         #: Where others reach this process.
         self.addresses = self._door.addresses
-
-    # ---- what a subclass knows ------------------------------------------------------------------
-
-    def memory(self, rank: int, header: Header) -> Any:
-        """Checks the header of a message from a rank; gives the memory for a large one."""
-        raise NotImplementedError
-
-    def take(self, peer: Peer, found: Read) -> None:
-        """Takes a message that has been read."""
-        raise NotImplementedError
-
-    def write(self, item: Any, peer: Peer) -> None:
-        """Writes what was `put`."""
-        raise NotImplementedError
 
     # ---- opening --------------------------------------------------------------------------------
 

@@ -128,10 +128,6 @@ class SocketTransport(Connections):
         else:
             unpacked()
 
-    def _listen(self, recorder: Any) -> None:
-        """Reads as long as there is a recorder, so that it hears when messages come."""
-        self.wait(lambda: self.recorder is not recorder)
-
     # ---- messages -------------------------------------------------------------------------------
 
     def expect(
@@ -179,10 +175,9 @@ class SocketTransport(Connections):
         self.near.clear()
         if self._puts is not None:
             self._puts.begin(program)
-        if self.recorder is not self._told:
-            self._told = self.recorder
-            if self._told is not None:
-                start(f"listen-{self.rank}", self._listen, self._told)
+        recorder, before, self._told = self.recorder, self._told, self.recorder
+        if recorder is not None and recorder is not before:  # it hears when messages come
+            start(f"listen-{self.rank}", self.wait, lambda: self.recorder is not recorder)
 
     def send(self, arrays: list[Any], message: Message) -> None:
         """Starts to send arrays to a rank; does not wait.
@@ -220,7 +215,7 @@ class SocketTransport(Connections):
             note(call, message, start, end or time.monotonic_ns())
 
     def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
-        """Returns what `Near.copies_of` does; None for a message to another process."""
+        """Returns what that of `Near` does; None for a message to another process."""
         return self.near.copies_of(message) if message.target in self.homes else None
 
     def write(self, item: Outgoing, peer: Peer, flags: int = 0) -> None:

@@ -175,9 +175,9 @@ def test_an_array_is_waited_for_until_it_comes(process):
     found = []
     waits = threading.Thread(target=lambda: found.append(process.fetch(3, (7, 8))))
     waits.start()
-    process.ranks[3].arrays.update({7: jax.numpy.arange(3, dtype="uint8")})
+    process.ranks[3].keep({7: jax.numpy.arange(3, dtype="uint8")})
     assert waits.is_alive() and not found
-    process.ranks[3].arrays.update({8: jax.numpy.arange(2, dtype="uint8")})
+    process.ranks[3].keep({8: jax.numpy.arange(2, dtype="uint8")})
     waits.join(5)
     assert [own.tolist() for own in found[0]] == [[0, 1, 2], [0, 1]]
 
