@@ -34,13 +34,10 @@ KEPT = 64
 
 
 class Feeds:
-    """The driver's side: the functions that load, and the types of the arrays that each gives.
+    """The driver's side: the functions that load, and the types of the arrays that each gives."""
 
-    `describe` gives the pytree of the types of `load(value)`, loaded by some rank.
-    """
-
-    def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any], group: Any):
-        self._describe, self._put, self._pack = describe, group.put, group.pack
+    def __init__(self, mesh: Any, group: Any):
+        self._mesh, self._put, self._pack = mesh, group.put, group.pack
         #: The functions that are kept, each with its number, packed, and with its types.
         self._loads: collections.deque[tuple[Any, int, Any, Any]] = collections.deque(maxlen=KEPT)
         self._functions, self._batches = itertools.count(), itertools.count()
@@ -49,7 +46,7 @@ class Feeds:
         """Returns placeholders of `load(value)` for the arguments of a call."""
         found = next((own for own in self._loads if own[0] == load), None)
         if found is None:
-            types = self._describe(load, value)
+            types = self._mesh.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
             found = load, next(self._functions), self._pack(load), types
             self._loads.append(found)
         _, number, function, types = found

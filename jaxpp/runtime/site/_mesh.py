@@ -17,7 +17,7 @@ from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import StackedStep
 from jaxpp.runtime.site._array import Handles, RemoteArray
 from jaxpp.runtime.site._carried import unpacked
-from jaxpp.runtime.site._feed import Feeds, describe_batch
+from jaxpp.runtime.site._feed import Feeds
 from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import keep_interrupts, uninterrupted
 from jaxpp.runtime.site._process import Process
@@ -42,7 +42,7 @@ class SiteMesh:
     def _begin(self, group: Group) -> None:
         """Begins to call the processes of a group."""
         keep_interrupts()
-        self._feeds = Feeds(self._types_of, group)
+        self._feeds = Feeds(self, group)
         self._arrays = Handles(self, group)
         #: Checkpoints that ranks may still be writing: futures, each with a `result`.
         self.saves: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -230,7 +230,3 @@ class SiteMesh:
             return found
 
         return results
-
-    def _types_of(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """Returns the types of the arrays that a function loads, in a rank."""
-        return self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
