@@ -60,12 +60,10 @@ Source = Kept | Given | Moved | Loaded
 
 @dataclasses.dataclass(frozen=True)
 class RankCall:
-    """The part of one rank in a call.
+    """The part of one rank in a call: where each input of its program comes from.
 
-    Args:
-        inputs: where each input of its program comes from.
-        sends: the inputs of other ranks that it sends before the step.
-        dropped: numbers of arrays that this call consumes, or that nobody wants any more.
+    Before the step it sends those of other ranks. `dropped` are numbers of arrays that this call
+    consumes, or that nobody wants any more.
     """
 
     inputs: tuple[Source, ...]
@@ -75,14 +73,10 @@ class RankCall:
 
 @dataclasses.dataclass(frozen=True)
 class StepCall:
-    """One call of a step, for the ranks of one process.
+    """One call of a step, for the ranks of one process, of which each has its part.
 
-    Args:
-        number: counts the calls of all steps of the mesh.
-        step: the step's number.
-        results: the number of the step's first result; those of the others follow.
-        checks: JAX's settings under which results are checked, such as `"debug_nans"`.
-        parts: by rank.
+    The `number` counts the calls of all steps. The first of the `results` has that number, and the
+    others follow. `checks` are JAX's settings under which results are checked (`"debug_nans"`).
     """
 
     number: int

@@ -42,12 +42,9 @@ _ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a process.
+    """The addresses of a process: its Unix socket, if there are such, and its TCP host and port.
 
-    Args:
-        host: what only processes with the same host and network have in common.
-        unix: the name of its Unix socket; None where there are none.
-        tcp: its TCP host and port.
+    `host` is what only processes with the same host and network have in common.
     """
 
     host: str
@@ -173,8 +170,7 @@ class Door:
         name: that of its threads.
         secret: some bytes that all processes of the mesh know.
         address: the address of this host for other hosts; None listens for this host alone.
-        enter: takes in the rank and the connection of who has proved to be of the mesh, and tells
-            whether it has.
+        enter: takes in a rank and its connection, and tells whether it has.
         port: the TCP port; by default any that is free.
     """
 

@@ -20,13 +20,9 @@ UNCOUNTED_CPU = 0.001
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a worker on a node.
+    """The place of a worker: its bundle in the placement group, and Ray's id of the node.
 
-    Args:
-        bundle: the number of its bundle in the placement group.
-        node_id: Ray's id of the node, which differs where nodes share a machine and its name.
-        address: the node's IP address.
-        host: the node's host name.
+    Nodes that share a machine, and its name, differ in that.
     """
 
     bundle: int
@@ -39,11 +35,8 @@ class Place:
 class Reservation:
     """Room for the workers of a mesh, held until `release_places`.
 
-    Args:
-        group: the placement group.
-        worker: the resources of a worker.
-        places: for each rank, the place of each of its workers; ranks of one worker have the same.
-        request: the keyword arguments of `reserve_places`.
+    Each `worker` has these resources. `places` has for each rank the place of each of its workers;
+    ranks of one worker have the same. The `request` was to `reserve_places`.
     """
 
     group: PlacementGroup
