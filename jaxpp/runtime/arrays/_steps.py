@@ -123,7 +123,7 @@ def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any
     types = [type_of(array.aval, (b - a, *shape[1:])) for a, b in intervals]
     parts = [mesh.new_array(own, (rank,), spec) for own in types]
     items = [(part.id, a, b) for part, (a, b) in zip(parts, intervals, strict=True)]
-    mesh.apply_everywhere(slice_on_rank, {rank: (array.id, items, spec)}).results()
+    mesh.apply_everywhere(slice_on_rank, {rank: (array.id, items, spec)})()
     return parts
 
 
@@ -132,6 +132,6 @@ def slice_on_rank(
 ) -> None:
     """Makes arrays from rows of an array that a rank holds, split as `spec` says."""
     array = resplit(process.arrays[number], process.home, spec)
-    process.arrays.update(
+    process.keep(
         (new, resplit(jax.lax.slice_in_dim(array, a, b), process.home, spec)) for new, a, b in items
     )

@@ -172,17 +172,9 @@ def from_host(
     is a view of. So the buffer belongs to the array from here on: nobody may write to it or unmap
     it before that object has gone. Pass a copy of memory that stays the caller's.
 
-    Args:
-        buffer: at least the bytes of the array; on CPU they are taken without a copy where they
-            start at a multiple of 64 bytes.
-        array_type: the type of the array.
-        home: where the array goes.
-        spec: how it is split there, if that is a mesh.
-        boxes: of an array of several processes, the boxes whose bytes these are, those of the
-            devices of this process; None where they are the bytes of the whole array.
-
-    Returns:
-        The array; one of dtype float0, which no device has, is a NumPy array.
+    On CPU the bytes are taken without a copy where they start at a multiple of 64 bytes. Those of
+    an array of several processes are of the `boxes` of this process's devices alone. An array of
+    dtype float0, which no device has, is one of NumPy.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -233,13 +225,8 @@ def from_boxes(
 class ArrayMaker:
     """Makes arrays, always of the same types, from bytes that may change afterwards.
 
-    For small arrays this takes a fraction of the time of `from_host`.
-
-    Args:
-        array_types: the types of the arrays.
-        offsets: where in the buffer the bytes of each array start.
-        home: where the arrays go.
-        specs: how each is split there; none where all are whole.
+    For small arrays this takes a fraction of the time of `from_host`. The bytes of each array start
+    at its offset in the buffer. Without specs all are whole.
 
     Example:
         >>> import jax

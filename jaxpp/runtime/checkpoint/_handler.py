@@ -136,11 +136,8 @@ class StateRestore(ocp.args.PyTreeRestore):
 def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callable[[Any, str], None]:
     """Copies arrays, or views them, between the steps called before and those called after.
 
-    Each is copied to the host of the process that holds it.
-
-    Returns:
-        The function that writes the copies to a directory, as those of a writer, and waits until
-        all have been written. It may be called once.
+    Each is copied to the host of the process that holds it. Returns what writes the copies to a
+    directory, as those of a writer, and waits for that; it may be called once.
     """
     local: list[tuple[Saved, Any]] = []
     remote: dict[int, list[tuple[Saved, int]]] = defaultdict(list)
@@ -169,7 +166,7 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
     # Where several processes save together, all have the same arrays beside those of ranks.
     shares = _shares.to_shares(local if jax.process_index() == 0 else [], copy)
     if calls:
-        calls.results()
+        calls()
 
     def write(directory: Any, writer: str) -> None:
         calls = None
@@ -182,7 +179,7 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
             if jax.process_index() == 0:
                 _tell_of_keys(directory, keys)
             if calls:
-                calls.results()
+                calls()
         finally:  # also where somebody keeps the error, and with it this function
             shares.clear()
             if held is not None:
@@ -407,7 +404,7 @@ def _read(database: Database, wanted: Sequence[Wanted]) -> list[Any]:
         read = iter(_shares.read_arrays(database, local))
     finally:
         if calls:
-            calls.results()
+            calls()
     rest = iter([next(read) if array is None else array for array in arrays])
     return [
         StackedArray(list(itertools.islice(rest, len(own.place.parts))))

@@ -115,7 +115,7 @@ def read(process: Any, database: Database, items: Sequence[tuple[int, Wanted]]) 
         dataclasses.replace(own, place=sharding_in(process.home, *own.place)) for _, own in items
     ]
     arrays = read_arrays(database, here)
-    process.arrays.update((n, array) for (n, _), array in zip(items, arrays, strict=True))
+    process.keep((n, array) for (n, _), array in zip(items, arrays, strict=True))
 
 
 # ---- writing ------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ from jaxpp.runtime.executor._dispatcher import Dispatcher as Dispatcher
 from jaxpp.runtime.executor._dispatcher import turns_of as turns_of
 from jaxpp.runtime.executor._executor import Chunk as Chunk
 from jaxpp.runtime.executor._executor import Executor as Executor
+from jaxpp.runtime.executor._executor import check_transfers as check_transfers
 from jaxpp.runtime.executor._executor import interleave as interleave
+from jaxpp.runtime.executor._executor import transfers_of as transfers_of
 from jaxpp.runtime.executor._memory import HOST as HOST
 from jaxpp.runtime.executor._memory import Inspected as Inspected
 from jaxpp.runtime.executor._memory import array_bytes as array_bytes
@@ -21,5 +23,3 @@ from jaxpp.runtime.executor._memory import format_bytes as format_bytes
 from jaxpp.runtime.executor._memory import held_bytes as held_bytes
 from jaxpp.runtime.executor._memory import over_time as over_time
 from jaxpp.runtime.executor._operations import find_invalid as find_invalid
-from jaxpp.runtime.executor._transfers import check_transfers as check_transfers
-from jaxpp.runtime.executor._transfers import transfers_of as transfers_of

@@ -15,10 +15,7 @@ class Dispatcher:
     piece that is not done waits only for earlier ones. One thread for all ranks is faster than one
     for each, which would take turns at Python's lock.
 
-    Args:
-        executors: those of these ranks.
-        turns: the ranks, of this process and of others, in the order in which their pieces are
-            dispatched: `turns_of` the programs of all.
+    The `turns` are those of all ranks, of other processes too: see `turns_of`.
     """
 
     def __init__(self, executors: Iterable[Executor], turns: Sequence[int]):
@@ -56,14 +53,6 @@ class Dispatcher:
         if running is None or running.at is None:
             return None
         return running.program.rank, running.at
-
-    def clear(self) -> None:
-        """Forgets all values but the constants, after a step that has failed."""
-        self._running = None
-        for executor in self.executors.values():
-            kept = {slot for slot, _ in executor.program.constants}
-            executor.at = None
-            executor.slots[:] = [x if i in kept else None for i, x in enumerate(executor.slots)]
 
 
 def turns_of(programs: Sequence[Program]) -> list[int]:

@@ -1,8 +1,9 @@
-"""The executor: runs one rank's program, instruction by instruction."""
+"""The executor: runs one rank's program, instruction by instruction; and the order of all ranks."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -12,18 +13,6 @@ from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Se
 Chunk = tuple[Instruction, ...]
 
 
-class Carrier(Protocol):
-    """The way of a rank's arrays to and from other ranks."""
-
-    def send(self, arrays: list[Any], message: Message) -> None:
-        """Starts to send a message; does not wait."""
-        ...
-
-    def receive(self, message: Message) -> Sequence[Any]:
-        """Returns the arrays of a message."""
-        ...
-
-
 class Executor:
     """The executor of one rank: its slots, its executables, and the loop over its instructions.
 
@@ -31,8 +20,9 @@ class Executor:
 
     Args:
         program: what the rank runs.
-        executables: for each computation its executable, or None where the rank does not run it.
-        transport: its way to other ranks.
+        executables: for each computation its executable; None where the rank does not run it.
+        transport: its way to other ranks: `send(arrays, message)`, which does not wait, and
+            `receive(message)`, which gives the arrays.
         constants: slots, and the arrays that are there before the step.
         donated: by computation, the positions of the arguments whose memory it takes.
         find_invalid: says more of an invalid value that a computation, by its number, has given for
@@ -43,20 +33,16 @@ class Executor:
         self,
         program: Program,
         executables: Sequence[Any],
-        transport: Carrier,
+        transport: Any,
         constants: Iterable[tuple[int, Any]] = (),
         donated: Mapping[int, Sequence[int]] = MappingProxyType({}),
         find_invalid: Callable[[int, Sequence[Any]], str | None] = lambda number, args: None,
     ):
-        self.program = program
-        self.executables = executables
+        self.program, self.executables, self.transport = program, executables, transport
         self.slots: list[Any] = [None] * program.num_slots
         for slot, value in constants:
             self.slots[slot] = value
-        self.donated = donated
-        self._rank = program.rank
-        self.transport = transport
-        self._find_invalid = find_invalid
+        self.donated, self._find_invalid = donated, find_invalid
         #: The instruction that runs, or ran last.
         self.at: Instruction | None = None
 
@@ -72,7 +58,7 @@ class Executor:
                     )
                 except Exception as error:
                     public = self._public(error, instruction)
-                    public.add_note(f"in {instruction.label} on rank {self._rank}")
+                    public.add_note(f"in {instruction.label} on rank {self.program.rank}")
                     raise public from (error.__cause__ if public is error else None)
                 for slot, value in zip(instruction.outputs, outputs):  # noqa: B905  hot loop
                     slots[slot] = value
@@ -143,3 +129,63 @@ def interleave(programs: Sequence[Program]) -> list[tuple[int, Chunk]]:
         sent.update((i.message.tag, clock[rank]) for i in chunk if isinstance(i, Send))
         order.append((rank, chunk))
     return order
+
+
+# ---- transfers for which all processes keep one order --------------------------------------------
+
+
+def transfers_of(programs: Sequence[Program], process_of: Mapping[int, int]) -> tuple[Message, ...]:
+    """Returns the messages between processes, in the order of their sends in that of all ranks."""
+    return tuple(
+        i.message
+        for _, chunk in interleave(programs)
+        for i in chunk
+        if isinstance(i, Send) and _is_between(i.message, process_of)
+    )
+
+
+def check_transfers(
+    transfers: Sequence[Message], programs: Sequence[Program], process_of: Mapping[int, int]
+) -> None:
+    """Proves that processes which issue transfers in one order do not wait for each other.
+
+    A process issues a transfer where it sends the message or receives it, and before that all
+    transfers that are earlier in the order. It can do so where it makes its sends in that order,
+    and each after all that it has received by then. So each transfer needs only earlier ones, and
+    the earliest that is not done can always go on.
+
+    Raises:
+        ValueError: the order does not have each message between processes once, or a process would
+            wait for what it sends later itself.
+    """
+    places = {message.tag: place for place, message in enumerate(transfers)}
+    issued: Counter[int] = Counter()  # by each process
+    sent: set[int] = set()
+    for rank, i in ((rank, i) for rank, chunk in interleave(programs) for i in chunk):
+        if not isinstance(i, Send | Receive) or not _is_between(i.message, process_of):
+            continue
+        process, message = process_of[rank], i.message
+        if (place := places.get(message.tag)) is None:
+            raise ValueError(f"The order of transfers lacks {_named(message)}.")
+        if isinstance(i, Send):
+            sent.add(message.tag)
+            if place < issued[process]:
+                raise ValueError(
+                    f"The order of transfers has {_named(message)} before "
+                    f"{_named(transfers[issued[process] - 1])}, which process {process} issues "
+                    f"before it sends the former; it would wait for itself, or another for it."
+                )
+        issued[process] = max(issued[process], place + 1)
+    if len(transfers) != len(sent) or sent != places.keys():
+        raise ValueError(
+            f"The order of transfers has {len(transfers)} messages, and the ranks send {len(sent)} "
+            f"to other processes."
+        )
+
+
+def _is_between(message: Message, process_of: Mapping[int, int]) -> bool:
+    return process_of[message.source] != process_of[message.target]
+
+
+def _named(message: Message) -> str:
+    return f"{message.names[0]} from rank {message.source} to rank {message.target}"

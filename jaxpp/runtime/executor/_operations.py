@@ -18,11 +18,8 @@ def find_invalid(computation: Computation, home: Home, args: Sequence[Any]) -> s
     """Finds the operation of a computation that gives an invalid value.
 
     `jax_debug_nans` or `jax_debug_infs` is set, which says what is invalid. JAX does the same where
-    a jitted function gives such a value.
-
-    Returns:
-        What was found, with the operation and the user's line; None where no operation by itself
-        gives such a value, or one cannot be run by itself.
+    a jitted function gives such a value. Returns the operation and the user's line; None where no
+    operation by itself gives such a value, or one cannot be run by itself.
     """
     config: Any = jax.config
     kinds = [kind for kind in _CHECKS if getattr(config, f"jax_debug_{kind}s")]

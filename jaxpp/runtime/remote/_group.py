@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,8 @@ import ray
 import ray.exceptions
 
 from jaxpp._program import Bundle
-from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._watch import WorkerWatch
-from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Worker
+from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Settings, Worker
 from jaxpp.runtime.remote.cluster import (
     ANSWER_TIMEOUT,
     join_session,
@@ -74,18 +74,9 @@ class WorkerMember(Member):
             with contextlib.suppress(Exception):  # the session may be ending at this moment
                 ray.kill(self.actor)
 
-    def renewed(self) -> "WorkerMember":
-        """Makes the record of the worker that replaces this one."""
-        return WorkerMember(self.worker, self.ranks, self.process, self.processes)
-
 
 class WorkerGroup(Group):
     """The workers of a mesh, in the order of ranks; the workers of a rank follow each other.
-
-    Calls that several workers have to see in one order are sent under `order`.
-
-    Args:
-        settings: how they are started.
 
     Raises:
         ValueError: the cluster cannot hold them, or they differ from the driver in a version.
@@ -94,7 +85,9 @@ class WorkerGroup(Group):
 
     def __init__(self, settings: Settings):
         super().__init__()
-        self._settings, self._warned, self._epoch = settings, False, 0
+        self._settings, self._warned = settings, False
+        #: What workers prove to each other that they know; each restart takes another one.
+        self._secret = secrets.token_bytes(32)
         #: For each rank where its processes are joined; None where it has but one.
         self._coordinators: list[str | None] = [None] * settings.num_ranks
         #: References to what is in Ray's store, by the value.
@@ -172,7 +165,7 @@ class WorkerGroup(Group):
         """
         self._end_calls()
         self._stored.clear()  # the session, and its store, may be new
-        self._epoch += 1
+        self._secret = secrets.token_bytes(32)
         room = renew_places(self._session, self._reservation)
         lost, self._reservation = room is not self._reservation, room
         joined = self._settings.processes_per_rank > 1 or self._settings.transport == "jax"
@@ -181,7 +174,10 @@ class WorkerGroup(Group):
                 member.kill()
         try:
             self._reset([member for member in self.members if member.actor and not member.dead])
-            self.members = [m.renewed() if m.dead else m for m in self.members]
+            self.members = [
+                WorkerMember(m.worker, m.ranks, m.process, m.processes) if m.dead else m
+                for m in self.members
+            ]
             self._start()
         except BaseException:
             self._kill()
@@ -192,7 +188,7 @@ class WorkerGroup(Group):
         end = time.monotonic() + ANSWER_TIMEOUT
         # All are aborted first: else one would take the reset of another for its loss.
         aborts = Process.abort, "The mesh is restarted."
-        for method, arg in (aborts, (Process.reset, self._epoch)):
+        for method, arg in (aborts, (Worker.reset, self._secret)):
             asked = {member.worker: member.call(method, arg) for member in members}
             if asked:
                 left = max(0.0, end - time.monotonic())
@@ -200,8 +196,9 @@ class WorkerGroup(Group):
             for member in members:
                 try:
                     found = ray.get(asked[member.worker], timeout=0)
-                    if method is Process.reset:
+                    if method is Worker.reset:
                         member.hello = dataclasses.replace(member.hello, addresses=found)
+                        member.steps.clear()
                 except ray.exceptions.RayError:
                     member.kill()
             members = [member for member in members if not member.dead]
@@ -241,7 +238,7 @@ class WorkerGroup(Group):
         if len(fresh) == len(self.members):
             self._meet()
         args = [
-            (self._settings, self._address(m), self._coordinators[m.ranks[0]], self._epoch)
+            (self._settings, self._secret, self._address(m), self._coordinators[m.ranks[0]])
             for m in fresh
         ]
         for member, hello in zip(fresh, self._ask(Worker.start, fresh, args), strict=True):

@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import check_axes
-from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.site import SiteMesh
 
 
@@ -98,8 +97,9 @@ class RemoteMpmdMesh(SiteMesh):
         axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
         # Of what ranks print, Ray would show lines that differ in numbers alone only once.
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it is read as Ray is imported
-        # The group brings Ray, which takes long to import.
+        # These bring Ray, which takes long to import.
         from jaxpp.runtime.remote._group import WorkerGroup
+        from jaxpp.runtime.remote._worker import Settings
 
         config: Any = jax.config
         settings = Settings(

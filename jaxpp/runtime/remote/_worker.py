@@ -1,19 +1,27 @@
-"""The worker process: a site that Ray starts. Ray makes an actor of this class."""
+"""The worker process: a site that Ray starts, and the settings for its start."""
 
+import dataclasses
+import functools
+import gc
+import math
 import os
 import signal
+import socket
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
 import ray
 
+from jaxpp import _compat
 from jaxpp.runtime.arrays import Home, devices_of, home_over
-from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
-from jaxpp.runtime.site import Failed, Hello, Process, lane
+from jaxpp.runtime.site import Failed, Hello, Process, in_order, lane
+from jaxpp.runtime.trace import stop_recording
 from jaxpp.runtime.transport import (
+    Addresses,
     Pulls,
     SocketTransport,
     first_devices,
@@ -31,9 +39,93 @@ DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
 #: The address at which only processes of the same host reach each other.
 LOOPBACK = "127.0.0.1"
 
+#: The ways of arrays between workers: over connections of some kind, or by JAX's transfers.
+TRANSPORTS = "auto", "unix", "tcp", "jax"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The start of all workers: the arguments of `RemoteMpmdMesh`, which describes them.
+
+    `inside` has the axes inside a rank, and their sizes. `x64` tells whether 64-bit types are on in
+    the driver. A `ValueError` says what does not fit together.
+    """
+
+    num_ranks: int
+    inside: Mapping[str, int]
+    processes_per_rank: int
+    ranks_per_process: int | None
+    gpus_per_rank: float
+    cpus_per_rank: float | None
+    cores: int | None
+    environment: Mapping[str, str] | None
+    address: str | None
+    transport: Any
+    heartbeat_timeout: float
+    start_timeout: float
+    x64: bool
+
+    @property
+    def devices_per_rank(self) -> int:
+        """The number of devices of a rank."""
+        return math.prod(self.inside.values())
+
+    def __post_init__(self):
+        devices, processes = self.devices_per_rank, self.processes_per_rank
+        if devices > 1 and self.gpus_per_rank != int(self.gpus_per_rank):
+            raise ValueError(
+                f"RemoteMpmdMesh needs a GPU for each of the {devices} devices of a rank, got "
+                f"gpus_per_rank={self.gpus_per_rank:g}; only ranks of one device share GPUs."
+            )
+        if processes < 1 or devices % processes:
+            raise ValueError(
+                f"RemoteMpmdMesh divides the devices of a rank evenly among its processes: a rank "
+                f"of {devices} cannot have processes_per_rank={processes}; take a divisor of "
+                f"{devices}."
+            )
+        ranks = 1 if self.ranks_per_process is None else self.ranks_per_process
+        if ranks < 1 or self.num_ranks % ranks:
+            raise ValueError(
+                f"RemoteMpmdMesh divides its {self.num_ranks} ranks evenly among processes, and "
+                f"cannot have ranks_per_process={ranks}; take a divisor of {self.num_ranks}."
+            )
+        if ranks > 1 and processes > 1:
+            raise ValueError(
+                f"RemoteMpmdMesh has several processes for a rank or several ranks in a process, "
+                f"and got processes_per_rank={processes} and ranks_per_process={ranks}; take 1 for "
+                f"one of them."
+            )
+        if ranks > 1 and self.transport == "jax":
+            raise ValueError(
+                "RemoteMpmdMesh: transport='jax' is for processes of one rank each; take "
+                "ranks_per_process=1, or another transport."
+            )
+        _check_address(self.address)
+        if self.transport not in TRANSPORTS:
+            raise ValueError(
+                f"transport={self.transport!r} is not known; it is one of {', '.join(TRANSPORTS)}."
+            )
+
+
+def _check_address(address: str | None) -> None:
+    """Checks where workers are to listen; the address of a Ray session is another thing."""
+    if address in (None, "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        if "://" in address or (port.isdigit() and host and ":" not in host):
+            raise OSError("it has a port")
+        socket.getaddrinfo(address, 0)
+    except OSError:
+        raise ValueError(
+            f"RemoteMpmdMesh: address={address!r} is no host at which workers can listen; it is "
+            f"'auto' for several hosts, and None for one. A mesh joins the Ray session of this "
+            f"process: call ray.init(address=...) before, or set RAY_ADDRESS=HOST:PORT."
+        ) from None
+
 
 class Worker(Process):
-    """A worker process: its ranks, whose failure is one."""
+    """A worker process: its ranks, whose failure is one. Ray makes an actor of this class."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -47,18 +139,15 @@ class Worker(Process):
         return free_port(host)
 
     def start(
-        self, settings: Settings, address: str | None, coordinator: str | None, epoch: int
+        self, settings: Settings, secret: bytes, address: str | None, coordinator: str | None
     ) -> Hello:
         """Starts JAX and the connections of the ranks; describes the process.
 
-        Args:
-            settings: of the mesh.
-            address: the address of this host that others reach it by; None for loopback only.
-            coordinator: where `jax.distributed` joins the processes of the rank; None where it has
-                but one.
-            epoch: how often the mesh has been restarted.
+        Others reach this host by its `address`; None is for loopback only. `jax.distributed` joins
+        the processes of the rank at the `coordinator`; None where it has but one.
         """
-        prepare_process(settings.cores)
+        number = self.numbers[0] * settings.processes_per_rank + self.process
+        prepare_process(settings.cores, number // len(self.numbers))
         self._start_jax(settings)
         if coordinator is not None:
             where = coordinator, settings.processes_per_rank, self.process
@@ -68,14 +157,13 @@ class Worker(Process):
         kind, pulls = settings.transport, None
         if kind == "jax":
             kind, pulls = "auto", Pulls(first, address)
-        transport = SocketTransport(homes, settings.secret, address=address, kind=kind, pulls=pulls)
-        if epoch:
-            transport.reset(epoch)
-        self.have(transport, ray.get)
+        how: Any = {"address": address, "kind": kind, "pulls": pulls}
+        self._new_transport: Any = functools.partial(SocketTransport, homes, **how)
+        self.have(self._new_transport(secret), ray.get)
         device = next(d for d in devices_of(first) if d.process_index == jax.process_index())
         here = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         output = os.path.realpath("/proc/self/fd/2")
-        return Hello.of(*here, device, transport.addresses, output)
+        return Hello.of(*here, device, self.transport.addresses, output)
 
     def _start_jax(self, settings: Settings) -> None:
         """Starts JAX with the devices of this process."""
@@ -98,6 +186,22 @@ class Worker(Process):
         shared = min(settings.gpus_per_rank or 1, 1)  # ranks of one device may share a GPU
         first = int(settings.devices_per_rank * self.numbers.index(rank) * shared)
         return home_over(first_devices(jax.local_devices()[first:], sizes, rank), sizes)
+
+    @in_order
+    def reset(self, secret: bytes) -> Addresses:
+        """Makes the process, which has been aborted, fit for work again; it keeps its programs.
+
+        All others have been aborted, too, or one would take the end of its connections for a loss.
+
+        Returns:
+            Where the others connect to it from now on.
+        """
+        _compat.forget_effects()
+        stop_recording(self)
+        self.transport.close(timeout=0)
+        self.have(self._new_transport(secret), ray.get)
+        gc.collect()  # the error that ended the step has references to its arrays
+        return self.transport.addresses
 
     @lane("life")
     def live(self) -> NoReturn:

@@ -22,6 +22,7 @@ from jaxpp.runtime.site._member import Member as Member
 from jaxpp.runtime.site._mesh import SiteMesh as SiteMesh
 from jaxpp.runtime.site._process import LANES as LANES
 from jaxpp.runtime.site._process import Process as Process
+from jaxpp.runtime.site._process import in_order as in_order
 from jaxpp.runtime.site._process import lane as lane
 from jaxpp.runtime.site._watch import POLL as POLL
 from jaxpp.runtime.site._watch import Watch as Watch

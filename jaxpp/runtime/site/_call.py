@@ -32,7 +32,7 @@ class Given:
 
     @staticmethod
     def of(value: Any, array_type: ArrayType) -> "Given":
-        """Takes the bytes of an array of any kind, a copy where they are few."""
+        """Takes the bytes of an array of any kind; a copy where they are few."""
         # NumPy's 64-bit types become JAX's 32-bit ones, as in any call of JAX.
         is_jax = isinstance(value, jax.Array)
         host = to_host(value if is_jax else np.asarray(value, array_type.host_dtype))
@@ -60,12 +60,10 @@ Source = Kept | Given | Moved | Loaded
 
 @dataclasses.dataclass(frozen=True)
 class RankCall:
-    """The part of one rank in a call.
+    """The part of one rank in a call: where each input of its program comes from.
 
-    Args:
-        inputs: where each input of its program comes from.
-        sends: the inputs of other ranks that it sends before the step.
-        dropped: numbers of arrays that this call consumes, or that nobody wants any more.
+    Before the step it sends those of other ranks. `dropped` are numbers of arrays that this call
+    consumes, or that nobody wants any more.
     """
 
     inputs: tuple[Source, ...]
@@ -75,14 +73,10 @@ class RankCall:
 
 @dataclasses.dataclass(frozen=True)
 class StepCall:
-    """One call of a step, for the ranks of one process.
+    """One call of a step, for the ranks of one process, of which each has its part.
 
-    Args:
-        number: counts the calls of all steps of the mesh.
-        step: the step's number.
-        results: the number of the step's first result; those of the others follow.
-        checks: JAX's settings under which results are checked, such as `"debug_nans"`.
-        parts: by rank.
+    The `number` counts the calls of all steps. The first of the `results` has that number, and the
+    others follow. `checks` are JAX's settings under which results are checked (`"debug_nans"`).
     """
 
     number: int
@@ -93,13 +87,7 @@ class StepCall:
 
 
 class Input:
-    """Makes an input of a step: of bytes, or of what this rank has loaded.
-
-    Args:
-        array_type: of the input.
-        home: where it goes.
-        spec: how it is split there, if that is a mesh.
-    """
+    """Makes an input of a step, at a home: of its bytes, or of what this rank has loaded."""
 
     def __init__(self, array_type: ArrayType, home: Home, spec: Spec):
         self.array_type, self.home, self.spec = array_type, home, spec

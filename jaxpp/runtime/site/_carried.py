@@ -82,14 +82,6 @@ class WithSettings:
     computation: Computation
     settings: Mapping[str, Any]
 
-    @staticmethod
-    def of(computation: Computation) -> "WithSettings":
-        """Takes a computation with the settings of this moment."""
-        config: Any = jax.config
-        return WithSettings(
-            computation, {name: getattr(config, f"jax_{name}") for name in SETTINGS}
-        )
-
     @functools.cached_property
     def executables(self) -> Executables:
         """Its executables, one for each home that asks."""
@@ -104,18 +96,15 @@ class WithSettings:
 
 
 def carry(computation: Computation, of: Callable[[Any], Any]) -> Any:
-    """Makes a computation ready to go to the sites that compile it: a carried `WithSettings`.
-
-    Args:
-        computation: the computation.
-        of: makes a carried value of a value.
+    """Makes a computation ready to go to the sites that compile it, by `of`: a `WithSettings`.
 
     Raises:
         ValueError: an equation has a parameter that cannot be pickled.
     """
     own = dataclasses.replace(computation, jaxpr=_without_rules(computation.jaxpr))
+    settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
     try:
-        return of(WithSettings.of(own))
+        return of(WithSettings(own, settings))
     except Exception as error:
         raise _refusal(own, of, error) from error
 

@@ -74,15 +74,9 @@ class Lost(RuntimeError):
 class Failure:
     """A worker's description of an exception; it can be pickled whatever the exception is.
 
-    Args:
-        rank: the rank that met it.
-        call: the number of the step's call, or -1.
-        task: what the rank was at.
-        waited_for: the rank whose message it sent or waited for, if it did.
-        is_echo: whether it is the consequence of another rank's failure.
-        exception: the exception's type and message.
-        details: its traceback.
-        pickled: the exception itself, or nothing where it cannot be pickled.
+    The `rank` met it in a `call`, or in none (-1), in a `task`, or in a message of the rank that it
+    `waited_for`. It `is_echo` where it is the consequence of another rank's failure. `exception` is
+    its type and message, `details` the traceback, and `pickled` empty where it cannot be.
     """
 
     rank: int
@@ -138,10 +132,7 @@ class Failed(Exception):
 class Death:
     """The end of a worker's process, as the driver has heard of it.
 
-    Args:
-        reason: why, in short.
-        cause: what Ray has raised, if it has.
-        output: the last lines that the process has written.
+    `cause` is what Ray has raised, and `output` the last lines that the process has written.
     """
 
     reason: str
@@ -157,7 +148,7 @@ class Death:
 
 
 def _told_by(error: BaseException) -> str:
-    """Returns Ray's reason for the end of a call, in a line."""
+    """Returns Ray's reason for the end of a call."""
     text = str(error)
     if "running low on memory" in text or type(error).__name__ == "OutOfMemoryError":
         return "Ray has killed it because its host ran out of memory"
@@ -181,11 +172,8 @@ def judge(
 ) -> RankError:
     """Makes the error of all ranks: of the first failure that is no echo of another.
 
-    Args:
-        members: the workers.
-        reports: what has been heard of them, of one at least.
-        describe: gives the stage and source line of a task, from its call's number and its label.
-        advice: what the user can do then.
+    `describe` gives the stage and source line of a task, from its call's number and its label;
+    `advice` is what the user can do.
     """
     end = f"{_END} {advice}"
     worker = _culprit(members, reports)

@@ -20,11 +20,7 @@ from jaxpp.runtime.site._carried import unpacked
 class Batch:
     """The load of one argument of one call: `load(value)`.
 
-    Args:
-        number: of the batch.
-        function: the number of the function.
-        reference: to the function, packed.
-        value: the value, packed.
+    The `function` is a number, with a `reference` to the function; it and the `value` are packed.
     """
 
     number: int
@@ -38,15 +34,10 @@ KEPT = 64
 
 
 class Feeds:
-    """The driver's side: the functions that load, and the types of the arrays that each gives.
+    """The driver's side: the functions that load, and the types of the arrays that each gives."""
 
-    Args:
-        describe: gives the pytree of the types of `load(value)`, loaded by some rank.
-        group: the processes.
-    """
-
-    def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any], group: Any):
-        self._describe, self._put, self._pack = describe, group.put, group.pack
+    def __init__(self, mesh: Any, group: Any):
+        self._mesh, self._put, self._pack = mesh, group.put, group.pack
         #: The functions that are kept, each with its number, packed, and with its types.
         self._loads: collections.deque[tuple[Any, int, Any, Any]] = collections.deque(maxlen=KEPT)
         self._functions, self._batches = itertools.count(), itertools.count()
@@ -55,7 +46,7 @@ class Feeds:
         """Returns placeholders of `load(value)` for the arguments of a call."""
         found = next((own for own in self._loads if own[0] == load), None)
         if found is None:
-            types = self._describe(load, value)
+            types = self._mesh.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
             found = load, next(self._functions), self._pack(load), types
             self._loads.append(found)
         _, number, function, types = found
@@ -65,10 +56,7 @@ class Feeds:
 
 
 class Loader:
-    """A rank's side: loads batches one after the other, while the step before runs.
-
-    `get` gives the value of a reference.
-    """
+    """A rank's side: loads batches one after the other, while the step before runs."""
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
         self._get = get
@@ -81,7 +69,6 @@ class Loader:
 
     def load(self, batch: Batch) -> None:
         """Loads a batch; keeps an error for the caller of `take`."""
-        batches = self._batches  # those from before a reset go nowhere
         found: list[tuple[Any, Any]] | BaseException
         value: Any = "what could not be read"
         try:
@@ -92,7 +79,7 @@ class Loader:
             error.add_note(f"in the function that feeds the step, called with {value!r}")
             found = error
         with self._there:
-            batches[batch.number] = found
+            self._batches[batch.number] = found
             self._there.notify_all()
 
     def _function_of(self, batch: Batch) -> Callable[[Any], Any]:
@@ -103,12 +90,7 @@ class Loader:
         return self._functions[batch.function]
 
     def take(self, number: int, leaf: int, expected: ArrayType) -> Any:
-        """Returns an array of a batch, as it was loaded; waits until it has been.
-
-        Args:
-            number: of the batch.
-            leaf: which of its arrays.
-            expected: the type that the step was compiled for.
+        """Waits for an array of a batch; returns it as it was loaded, if it is of a type.
 
         Raises:
             Exception: what the function that loads the batch raised.
@@ -146,12 +128,6 @@ class Loader:
         with self._there:
             self._stopped = error
             self._there.notify_all()
-
-    def reset(self) -> None:
-        """Forgets all batches; keeps the functions."""
-        with self._there:
-            self._stopped = None
-            self._batches = {}
 
 
 def describe_batch(process: Any, load: Callable[[Any], Any], value: Any) -> Any:

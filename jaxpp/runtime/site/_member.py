@@ -16,16 +16,8 @@ from jaxpp.runtime.transport import Addresses
 class Hello:
     """The description of itself that a process gives once it has started.
 
-    Args:
-        versions: those of what all processes must agree on.
-        host: the name of its host.
-        address: the address of its host.
-        pid: its number there.
-        node: what names the host for who watches it.
-        platform: that of its devices, such as `"cpu"`.
-        device: their kind.
-        output: the file that it writes its output to; empty where that is not known.
-        addresses: where others connect to it.
+    The `node` names its host for who watches it; `device` is the kind of its devices. It writes to
+    the file `output`, if that is known, and others connect to it at its `addresses`.
     """
 
     versions: dict[str, str]
@@ -57,10 +49,9 @@ def versions() -> dict[str, str]:
 class Member:
     """The record of a process of one rank or more.
 
-    `worker` is its number among all processes of the mesh, `ranks` are its ranks, and `process` is
-    its number among the `processes` of its rank. `hello` is its description of itself, a
-    `Hello`, once it has started. `steps` are
-    those that have been loaded there. A `dead` process cannot be used again.
+    `worker` is its number among all processes of the mesh, `process` that among the `processes` of
+    its rank. `hello` is its `Hello` once it has started, and `steps` have been loaded there. A
+    `dead` process cannot be used again.
     """
 
     worker: int

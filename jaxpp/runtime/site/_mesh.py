@@ -17,31 +17,11 @@ from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import StackedStep
 from jaxpp.runtime.site._array import Handles, RemoteArray
 from jaxpp.runtime.site._carried import unpacked
-from jaxpp.runtime.site._feed import Feeds, describe_batch
+from jaxpp.runtime.site._feed import Feeds
 from jaxpp.runtime.site._group import Group
 from jaxpp.runtime.site._interrupts import keep_interrupts, uninterrupted
 from jaxpp.runtime.site._process import Process
 from jaxpp.runtime.site._step import RemoteStep
-
-
-@dataclasses.dataclass(frozen=True)
-class Applied:
-    """A function that runs on ranks: the call of their processes."""
-
-    pending: Any
-
-    def results(self) -> dict[int, list[Any]]:
-        """Waits for all; returns by rank what each of its processes gave.
-
-        Raises:
-            Exception: what the function raised on a rank.
-            RankError: a rank has failed.
-        """
-        found: dict[int, list[Any]] = {}
-        for own in self.pending.values().values():
-            for rank, carried in own.items():
-                found.setdefault(rank, []).append(unpacked(carried))
-        return found
 
 
 class SiteMesh:
@@ -62,7 +42,7 @@ class SiteMesh:
     def _begin(self, group: Group) -> None:
         """Begins to call the processes of a group."""
         keep_interrupts()
-        self._feeds = Feeds(self._types_of, group)
+        self._feeds = Feeds(self, group)
         self._arrays = Handles(self, group)
         #: Checkpoints that ranks may still be writing: futures, each with a `result`.
         self.saves: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -221,28 +201,34 @@ class SiteMesh:
             Exception: what the function raised on a rank.
             RankError: a rank has failed.
         """
-        found = self._start(function, args, ordered, 1).results()
+        found = self._start(function, args, ordered, 1)()
         return {rank: own[0] for rank, own in found.items()}
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> Applied:
+    ) -> Callable[[], dict[int, list[Any]]]:
         """Starts a function as `apply` does, in all processes of each rank, and does not wait.
 
-        `.results()` waits; it returns, by rank, a list of what each process gave.
+        Returns:
+            What waits, and gives by rank what each process gave; it raises as `apply` does.
         """
         return self._start(function, args, ordered, self.processes_per_rank)
 
     def _start(
         self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
-    ) -> Applied:
+    ) -> Callable[[], dict[int, list[Any]]]:
         """Starts a function in the first processes of some ranks."""
         packed = {rank: self._group.pack((function, *own)) for rank, own in args.items()}
         with self._group.order:
             self._group.check()
             self.flush()
-            return Applied(self._group.apply(function.__name__, packed, ordered, processes))
+            call = self._group.apply(function.__name__, packed, ordered, processes)
 
-    def _types_of(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """Returns the types of the arrays that a function loads, in a rank."""
-        return self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
+        def results() -> dict[int, list[Any]]:
+            found: dict[int, list[Any]] = {}
+            for own in call.values().values():
+                for rank, carried in own.items():
+                    found.setdefault(rank, []).append(unpacked(carried))
+            return found
+
+        return results

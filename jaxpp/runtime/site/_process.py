@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxpp import _compat
 from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.arrays import spans
 from jaxpp.runtime.executor import Dispatcher
@@ -24,14 +23,7 @@ from jaxpp.runtime.site._failure import Failed, Failure, Lost
 from jaxpp.runtime.site._feed import Batch
 from jaxpp.runtime.site._programs import Loading
 from jaxpp.runtime.site._rank import Rank
-from jaxpp.runtime.trace import stop_recording
-from jaxpp.runtime.transport import (
-    Aborted,
-    Addresses,
-    NotComputed,
-    PeerLost,
-    leave_processes,
-)
+from jaxpp.runtime.transport import Aborted, NotComputed, PeerLost, leave_processes
 
 #: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
 LANES = {"steps": 1, "batches": 1, "fetches": 4, "aside": 2, "control": 2}
@@ -74,10 +66,7 @@ def in_order(method: Method) -> Method:
 class Process:
     """The ranks of a process, whose failure is one: a site.
 
-    Args:
-        ranks: the numbers of its ranks.
-        process: its number among the processes of its rank.
-        processes: how many these are.
+    It is the `process` of that number among the `processes` of its rank.
     """
 
     def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
@@ -99,7 +88,7 @@ class Process:
         self.end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
         #: The turn of the next call in order.
         self.turn = 0
-        #: The steps by number; the step and the number of the last call.
+        #: The steps by number; the step that runs, and the number of the last call.
         self._steps: dict[int, Dispatcher] = {}
         self._running: Dispatcher | None = None
         self._call = -1
@@ -115,9 +104,11 @@ class Process:
     # ---- its start ------------------------------------------------------------------------------
 
     def have(self, transport: Any, get: Callable[[Any], Any]) -> None:
-        """Makes the ranks that have a way to others; `get` gives the value of a reference."""
+        """Makes the ranks, which have a way to others; `get` gives the value of a reference."""
         self.transport, transport.on_failure = transport, self._transport_failed
         self.get = lambda reference: unpacked(get(reference))
+        self._steps, self._running, self._call = {}, None, -1
+        self.end = concurrent.futures.Future()
         self.ranks = {rank: Rank(self, rank, home) for rank, home in transport.homes.items()}
 
     @lane("control")
@@ -192,24 +183,6 @@ class Process:
         """Waits until the callbacks of all calls have been made."""
         self._noting(None, jax.effects_barrier)
 
-    @in_order
-    def reset(self, epoch: int) -> Addresses:
-        """Makes the process, which has been aborted, fit for work again, without its arrays.
-
-        Returns:
-            Where the others connect to it from now on.
-        """
-        _compat.forget_effects()
-        for rank in self.ranks.values():
-            rank.reset()
-        for dispatcher in self._steps.values():
-            dispatcher.clear()
-        self._running, self._call = None, -1
-        stop_recording(self)
-        self.transport.reset(epoch)
-        self.end = concurrent.futures.Future()
-        return self.transport.addresses
-
     # ---- at any time ----------------------------------------------------------------------------
 
     @lane("batches")
@@ -222,7 +195,7 @@ class Process:
     def fetch(self, rank: int, numbers: Sequence[int]) -> Any:
         """Waits until arrays have been computed; returns what `Rank.fetch` gives of each.
 
-        Ray wants one value where there is but one. Each is None where the process has failed.
+        Each is None where the process has failed. Ray wants one value where there is but one.
         """
         fetch = self.ranks[rank].fetch
         found = self._noting(rank, lambda: fetch(numbers)) or [None] * len(numbers)
@@ -239,13 +212,12 @@ class Process:
     def apply(self, functions: Mapping[int, Any]) -> dict[int, Any]:
         """Runs `function(rank, *args)` for each rank, of what is packed; returns the results."""
 
-        def run(own: Rank, packed: Any) -> Any:
+        def run(rank: int, packed: Any) -> Any:
             function, *args = unpacked(packed)
-            result = function(own, *args)
+            result = function(self.ranks[rank], *args)
             return Packed.of(result) if isinstance(packed, Packed) else result
 
-        each = functions.items()
-        return {rank: self._told(rank, run, self.ranks[rank], packed) for rank, packed in each}
+        return {rank: self._told(rank, run, rank, packed) for rank, packed in functions.items()}
 
     def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the user's; raises `Failed` for whatever it raises."""
@@ -260,7 +232,7 @@ class Process:
             raise Failed(failure, ends=self.failure is not None) from None
 
     def _noting(self, rank: int | None, wait: Callable[[], Any]) -> Any:
-        """Waits for what earlier tasks make; None where the process has failed or been reset."""
+        """Waits for what earlier tasks make; None where the process has failed."""
         if self.failure is not None:
             return None
         try:
@@ -286,10 +258,7 @@ class Process:
     ) -> Failure:
         """Notes an error, and wakes all threads that wait here; the first one counts.
 
-        Args:
-            error: what went wrong.
-            rank: whose error it is; by default that of the rank that is dispatched.
-            task: the task whose error it is, where that is another than the rank is at.
+        It is that of the rank that is dispatched, at what that is at, unless they are given.
         """
         with self.changed:
             if not self.end.done():

@@ -50,9 +50,7 @@ class Loading:
 class Library:
     """The program library: all steps of a mesh, and their computations, each kept once.
 
-    Args:
-        put: puts a value where all sites find it, once, and returns the reference.
-        pack: makes a value ready to go to the sites: `Packed.of`, or the value as it is.
+    For `put` and `pack` see `Group`.
     """
 
     def __init__(self, put: Callable[[Any], Any], pack: Callable[[Any], Any]):

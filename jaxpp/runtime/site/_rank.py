@@ -1,6 +1,5 @@
 """A rank in its process: its arrays, its inputs, and what it has compiled."""
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,20 +14,6 @@ from jaxpp.runtime.site._feed import Loader
 from jaxpp.runtime.site._programs import Loading
 
 
-class RankArrays(dict[int, Any]):
-    """The arrays of a rank by number; who waits at `changed` for one is woken when it comes."""
-
-    def __init__(self, changed: threading.Condition):
-        super().__init__()
-        self._changed = changed
-
-    def update(self, arrays: Any) -> None:  # pyright: ignore
-        """Adds arrays, all at once."""
-        with self._changed:
-            super().update(arrays)
-            self._changed.notify_all()
-
-
 class Rank:
     """A rank of a site. Functions that `mesh.apply` runs get it as their first argument.
 
@@ -38,7 +23,8 @@ class Rank:
     def __init__(self, site: Any, rank: int, home: Home):
         self.rank, self.home = rank, home
         self.process, self.transport = site.process, site.transport
-        self.arrays = RankArrays(site.changed)
+        #: Its arrays by number; see `keep`.
+        self.arrays: dict[int, Any] = {}
         self.loader = Loader(site.get)
         #: Tells whether the step waits for a batch that this rank loads itself.
         self.feeds = False
@@ -116,11 +102,17 @@ class Rank:
         """Keeps the results of a step that has been dispatched; the first one has that number."""
         executor, _ = self._steps[step]
         slots = executor.slots
-        self.arrays.update({first + n: slots[slot] for n, slot in executor.program.outputs})
+        self.keep({first + n: slots[slot] for n, slot in executor.program.outputs})
         for _, slot in executor.program.outputs:
             slots[slot] = None
 
     # ---- arrays ---------------------------------------------------------------------------------
+
+    def keep(self, arrays: Any) -> None:
+        """Adds arrays by number, all at once, and wakes who waits for one."""
+        with self._site.changed:
+            self.arrays.update(arrays)
+            self._site.changed.notify_all()
 
     def wait_for(self, numbers: Sequence[int]) -> list[jax.Array]:
         """Waits until the calls that make some arrays have been dispatched; returns the arrays.
@@ -144,9 +136,3 @@ class Rank:
         """Forgets arrays."""
         for number in numbers:
             self.arrays.pop(number, None)
-
-    def reset(self) -> None:
-        """Drops the arrays of the rank, which must be idle, and makes it fit for work again."""
-        self.arrays.clear()
-        self.feeds = False
-        self.loader.reset()

@@ -18,10 +18,7 @@ from jaxpp.runtime.site._process import Process
 
 
 class RemoteStep:
-    """A step's programs, loaded on the workers of a mesh; called with its flat arguments.
-
-    The workers know it by its `number`.
-    """
+    """A step's programs, which the workers of a mesh know by its `number`."""
 
     def __init__(self, bundle: Bundle, number: int, arrays: Handles, group: Group):
         self.bundle, self.number = bundle, number

@@ -28,12 +28,7 @@ class Watch:
     A subclass hears of failures and deaths, and reports them. A process that has been stopped says
     nothing, and is found by its heartbeats: one that is silent for `timeout` seconds is looked at.
     One that runs is left in peace, however slow, since C code may hold Python's lock.
-
-    Args:
-        members: the processes.
-        timeout: the seconds.
-        describe: gives the stage and source line of a task, from its call's number and its label.
-        advice: what the user can do after a failure.
+    For `describe` and `advice` see `judge`.
     """
 
     def __init__(

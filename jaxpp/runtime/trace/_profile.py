@@ -88,11 +88,8 @@ def match(
     The launches of a module on the devices of a rank have the order of their dispatches, also where
     ranks share the devices. A run that does not start because an earlier one has failed is not in
     the profile; the numbers of the launches tell which.
-
-    Args:
-        dispatches: for each module its runs, in their order, and when each was dispatched.
-        profiled: the runs of the profile.
-        zero: the time of the profile's clock event by the clock of the process.
+    Each of the `dispatches` is the time of a run; `zero` is that of the profile's clock event, by
+    the clock of the process.
 
     Returns:
         What is known of the runs, and why others are not.

@@ -40,11 +40,8 @@ class Recorder:
     """Records the runs of a process's executors, and the messages of its transport.
 
     JAX's profiler, which goes on meanwhile, has the times of the runs; each run, and each call, is
-    an annotation there. Where the profile does not have a run's times, a thread waits for the
-    run's results. Execution stays asynchronous in any case.
-
-    Args:
-        waits: whether a thread clocks all runs, as if no profile had their times.
+    an annotation there. Where the profile does not have a run's times, or with `waits`, a thread
+    waits for the run's results. Execution stays asynchronous in any case.
     """
 
     def __init__(self, waits: bool = False) -> None:

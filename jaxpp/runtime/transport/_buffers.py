@@ -32,7 +32,8 @@ class BufferPool:
 
     def __init__(self, limit: int = 1 << 30):
         self._limit = limit
-        self._kept = 0
+        #: The bytes of free buffers that wait for a message.
+        self.kept = 0
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self._lock = threading.Lock()
 
@@ -47,7 +48,7 @@ class BufferPool:
             kept = self._free[size]
             buffer = kept.pop() if kept else None
             if buffer is not None:
-                self._kept -= size
+                self.kept -= size
         if buffer is None:
             buffer = mmap.mmap(-1, size)
         lent: Any = (ctypes.c_char * size).from_buffer(buffer)
@@ -59,19 +60,14 @@ class BufferPool:
         # it must not wait for the lock. If the lock is taken, the memory is freed instead.
         if self._lock.acquire(blocking=False):
             try:
-                if self._kept + len(buffer) <= self._limit:
+                if self.kept + len(buffer) <= self._limit:
                     self._free[len(buffer)].append(buffer)
-                    self._kept += len(buffer)
+                    self.kept += len(buffer)
             finally:
                 self._lock.release()
-
-    @property
-    def kept(self) -> int:
-        """The bytes of free buffers that wait for a message."""
-        return self._kept
 
     def clear(self) -> None:
         """Frees the buffers that wait for a message."""
         with self._lock:
             self._free.clear()
-            self._kept = 0
+            self.kept = 0

@@ -8,6 +8,7 @@ import queue
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,24 +34,27 @@ class Peer:
 
 
 class Connections:
-    """The connections of a process in an epoch: from one reset of its mesh to the next.
+    """The connections of a process to the others, from one start or restart to the next.
 
     No thread reads. Who waits, for a message, for sends, or for values, reads meanwhile what comes
     from all processes. So two that send to each other cannot block each other: each of them comes
     to wait. A message that has been read is kept until it is received, so the schedule bounds the
     number of these. A thread of each connection writes what cannot be written at once.
 
-    Of the `transport` its `memory` is called with each header that comes, `take` with each message,
-    `write` with what was `put`, and `on_failure` with the error, on some thread, when a process is
-    lost or after an abort. For `secret`, `address` and `kind` see `SocketTransport`.
+    The first `rank` of a process stands for all of them; `SocketTransport` describes the others. It
+    has what to do with a header, with a message that has been read, and with what was `put`.
     """
 
-    def __init__(
-        self, epoch: int, transport: Any, secret: bytes, address: str | None, kind: SocketKind
-    ):
-        self.epoch, self._transport, self._rank = epoch, transport, transport.rank
-        self._connect = functools.partial(connect, epoch, self._rank, secret=secret, kind=kind)
-        self.error: BaseException | None = None
+    memory: Any
+    take: Any
+    write: Any
+
+    def __init__(self, rank: int, secret: bytes, address: str | None, kind: SocketKind):
+        self.rank, self._secret = rank, secret
+        self._kind: SocketKind = kind
+        #: Called, on some thread, with the error when a process is lost or after an abort.
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self._error: BaseException | None = None
         #: What has arrived, by program, call and tag: with its arrays, or with its bytes if it is
         #: small or its types unknown.
         self.mail: dict[tuple[int, ...], Read] = {}
@@ -60,38 +64,45 @@ class Connections:
         self._firsts: dict[int, int] = {}
         self._changed = threading.Condition()
         #: Tells whether a thread reads. A byte on `_bell` wakes it.
-        self._pumping = self._over = False
+        self._pumping = self._closed = False
         self._bell, self._heard = socket.socketpair()
         self._bell.setblocking(False)
         self._by_descriptor: dict[int, Peer] = {}
         self._poll = select.poll()
         self._poll.register(self._heard, select.POLLIN)
-        self._door = Door(f"accept-{self._rank}", secret, address, self._add)
+        self._door = Door(f"accept-{rank}", secret, address, self._add)
         #: Where others reach this process.
         self.addresses = self._door.addresses
 
     # ---- opening --------------------------------------------------------------------------------
 
-    def connect(self, firsts: Mapping[int, int], peers: Mapping[int, Addresses]) -> None:
+    def connect(self, peers: Mapping[int, Addresses]) -> None:
         """Connects to the processes before this one; those behind it connect to this one.
 
-        `firsts` has for each rank the first rank of its process. This one listens until all are in.
+        Once it has returned in all processes, they are connected, and none listens any more. The
+        ranks of one process have the same addresses.
+
+        Raises:
+            PeerLost: a process is gone.
+            TransportError: a process has another secret.
         """
+        first_at: dict[Addresses, int] = {self.addresses: self.rank}
+        firsts = {rank: first_at.setdefault(peers[rank], rank) for rank in sorted(peers)}
         for first in dict.fromkeys(firsts.values()):
-            if first < self._rank and first not in self.peers:
-                connection = self._connect(first, peers[first])
-                if not self._add(self.epoch, first, connection):
+            if first < self.rank and first not in self.peers:
+                connection = connect(self.rank, first, peers[first], self._secret, self._kind)
+                if not self._add(first, connection):
                     connection.close()
         with self._changed:
-            self._firsts = dict(firsts)
+            self._firsts = firsts
             self._close_door()
 
-    def _add(self, epoch: int, rank: int, connection: socket.socket) -> bool:
-        """Takes a connection in, unless it is of another epoch; tells whether it has."""
+    def _add(self, rank: int, connection: socket.socket) -> bool:
+        """Takes a connection in, unless there is one; tells whether it has."""
         with self._changed:
-            if epoch != self.epoch or rank in self.peers or self._over:
+            if rank in self.peers or self._closed:
                 return False
-            peer = Peer(rank, Reader(connection, functools.partial(self._transport.memory, rank)))
+            peer = Peer(rank, Reader(connection, functools.partial(self.memory, rank)))
             self._by_descriptor[connection.fileno()] = self.peers[rank] = peer
             self._poll.register(connection, select.POLLIN)
             self._close_door()
@@ -99,7 +110,7 @@ class Connections:
 
     def _close_door(self) -> None:
         """Lets nobody in any more once all are; the caller holds the lock."""
-        if self._firsts and {*self._firsts.values()} <= {self._rank, *self.peers}:
+        if self._firsts and {*self._firsts.values()} <= {self.rank, *self.peers}:
             self._door.close()
 
     # ---- reading, by who waits ------------------------------------------------------------------
@@ -107,7 +118,7 @@ class Connections:
     def wait(self, over: Callable[[], bool]) -> None:
         """Waits until it is over, or an error, and reads meanwhile; the only place that waits."""
         with self._changed:
-            while self.error is None and not over():
+            while self._error is None and not over():
                 if self._pumping:  # another thread does, and tells this one of it
                     self._changed.wait()
                 else:
@@ -140,7 +151,7 @@ class Connections:
             return
         try:
             for found in peer.reader.read():
-                self._transport.take(self, peer, found)
+                self.take(peer, found)
         except (EOFError, OSError) as error:
             self._poll.unregister(descriptor)
             broke = f"it broke ({error})"
@@ -166,14 +177,14 @@ class Connections:
         with self._changed:
             peer.unsent.append(item)
             if peer.thread is None:
-                peer.thread = start(f"send-{self._rank}-{peer.rank}", self._write_all, peer)
+                peer.thread = start(f"send-{self.rank}-{peer.rank}", self._write_all, peer)
         peer.tasks.put(item)
 
     def _write_all(self, peer: Peer) -> None:
         with peer.reader.connection:
             while (item := peer.tasks.get()) is not None:
-                if not peer.lost and self.error is None:
-                    self.attempt(peer, functools.partial(self._transport.write, item, peer))
+                if not peer.lost and self._error is None:
+                    self.attempt(peer, functools.partial(self.write, item, peer))
                 del item  # it would hold the values while the thread waits for the next one
                 with self._changed:
                     peer.unsent.popleft()
@@ -202,11 +213,11 @@ class Connections:
 
     def check(self) -> None:
         """Raises an error after an abort."""
-        if self.error is not None:
+        if self._error is not None:
             raise Aborted(
-                f"The messages of rank {self._rank} were aborted: "
-                f"{type(self.error).__name__}: {self.error}"
-            ) from self.error
+                f"The messages of rank {self.rank} were aborted: "
+                f"{type(self._error).__name__}: {self._error}"
+            ) from self._error
 
     def reach(self, rank: int) -> Peer:
         """Returns the connection to a rank; raises an error if there is none any more."""
@@ -214,7 +225,7 @@ class Connections:
         if (peer := self._peer(rank)) is None:
             known = sorted(r for r, first in self._firsts.items() if first in self.peers)
             raise TransportError(
-                f"Rank {self._rank} has to reach rank {rank}, and is connected to ranks {known}; "
+                f"Rank {self.rank} has to reach rank {rank}, and is connected to ranks {known}; "
                 f"connect all ranks before one sends."
             )
         if peer.lost:
@@ -224,30 +235,39 @@ class Connections:
     def _lose(self, peer: Peer, reason: str) -> None:
         """Notes that a process cannot be reached, and wakes all threads that wait for it."""
         with self._changed:
-            if peer.lost or self.error is not None:
+            if peer.lost or self._error is not None:
                 return
             peer.lost = reason
             self.wake()
         with contextlib.suppress(OSError):  # what has come already can still be read
             peer.reader.connection.shutdown(socket.SHUT_RDWR)
-        self._transport.on_failure(PeerLost(peer.rank, reason))
+        self.on_failure(PeerLost(peer.rank, reason))
 
     def abort(self, error: BaseException) -> None:
-        """Ends all waits: `check` raises `Aborted` from now on, with `error` as the cause."""
+        """Ends all waits here: sends and receives raise `Aborted`, with `error` as the cause.
+
+        Other processes are not told.
+        """
         with self._changed:
-            if self.error is not None:
+            if self._error is not None:
                 return
-            self.error = error.__cause__ if isinstance(error, NotComputed) else error
+            self._error = error.__cause__ if isinstance(error, NotComputed) else error
             self.mail.clear()
             self.wake()
-        self._transport.on_failure(error)
+        self.on_failure(error)
 
-    def end(self) -> list[threading.Thread]:
-        """Ends all connections; returns their threads, which end once their work is over."""
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends all connections; waiting sends and receives raise `Aborted`.
+
+        Args:
+            timeout: seconds to wait for the threads, which end once their work is over.
+        """
+        if self._closed:
+            return
         self._door.close()
         with self._changed:
-            self.error = self.error or TransportError("it was reset or closed")
-            self._over = True
+            self._error = self._error or TransportError("it was reset or closed")
+            self._closed = True
             self.mail.clear()
             self.wake()
         peers = list(self.peers.values())
@@ -263,4 +283,7 @@ class Connections:
                 peer.tasks.put(None)  # the thread closes it
         self._bell.close()
         self._heard.close()
-        return [peer.thread for peer in peers if peer.thread is not None]
+        deadline = time.monotonic() + timeout
+        for peer in peers:
+            if peer.thread is not None and peer.thread is not threading.current_thread():
+                peer.thread.join(max(deadline - time.monotonic(), 0))

@@ -31,9 +31,9 @@ HANDSHAKE_TIMEOUT = 5.0
 READ_TIMEOUT = 0.05
 #: The number of connections that the system accepts ahead.
 _BACKLOG = 1024
-#: The epoch and the first rank of the process that connects.
-_HELLO = struct.Struct("<qq")
-_WELCOME, _STALE = b"+", b"-"
+#: The first rank of the process that connects.
+_HELLO = struct.Struct("<q")
+_WELCOME, _UNWANTED = b"+", b"-"
 _LOOPBACK = ("127.0.0.1", "::1")
 _LINUX = sys.platform == "linux"
 #: Options of TCP by which a lost host shows within 5 s.
@@ -42,12 +42,9 @@ _ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a process.
+    """The addresses of a process: its Unix socket, if there are such, and its TCP host and port.
 
-    Args:
-        host: what only processes with the same host and network have in common.
-        unix: the name of its Unix socket; None where there are none.
-        tcp: its TCP host and port.
+    `host` is what only processes with the same host and network have in common.
     """
 
     host: str
@@ -78,7 +75,7 @@ def host_identity(namespace: str = "net") -> str:
 
 
 def connect(
-    epoch: int, source: int, target: int, peer: Addresses, secret: bytes, kind: SocketKind = "auto"
+    source: int, target: int, peer: Addresses, secret: bytes, kind: SocketKind = "auto"
 ) -> socket.socket:
     """Opens a connection of a rank to another, which is known to be of the mesh when this returns.
 
@@ -86,8 +83,8 @@ def connect(
 
     Raises:
         PeerLost: nobody is there.
-        TransportError: the other end does not know the secret, is in another epoch, or cannot be
-            reached from this host.
+        TransportError: the other end does not know the secret, has a connection from that rank, or
+            cannot be reached from this host.
     """
     local = peer.host == host_identity()
     if not local and peer.tcp[0] in _LOOPBACK:
@@ -109,7 +106,7 @@ def connect(
             with _words(connection) as words:
                 answer_challenge(words, secret)
                 deliver_challenge(words, secret)
-                words.send_bytes(_HELLO.pack(epoch, source))
+                words.send_bytes(_HELLO.pack(source))
                 admitted = words.recv_bytes(1) == _WELCOME
         except AuthenticationError as error:
             raise TransportError(
@@ -120,8 +117,7 @@ def connect(
             raise NotOpened(target, reason) from error
         if not admitted:
             raise TransportError(
-                f"Rank {target} is not in epoch {epoch}, in which rank {source} is; reset both to "
-                f"the same epoch before they connect."
+                f"Rank {target} has a connection from rank {source} already, or has been closed."
             )
         _prepare(connection)
         failed.pop_all()
@@ -174,8 +170,7 @@ class Door:
         name: that of its threads.
         secret: some bytes that all processes of the mesh know.
         address: the address of this host for other hosts; None listens for this host alone.
-        enter: takes in the epoch, the rank and the connection of who has proved to be of the mesh,
-            and tells whether it has.
+        enter: takes in a rank and its connection, and tells whether it has.
         port: the TCP port; by default any that is free.
     """
 
@@ -184,7 +179,7 @@ class Door:
         name: str,
         secret: bytes,
         address: str | None,
-        enter: Callable[[int, int, socket.socket], bool],
+        enter: Callable[[int, socket.socket], bool],
         port: int = 0,
     ):
         self._name, self._secret, self._enter, self._open = name, secret, enter, True
@@ -222,10 +217,10 @@ class Door:
         with contextlib.suppress(Exception), _words(connection) as words:
             deliver_challenge(words, self._secret)
             answer_challenge(words, self._secret)
-            epoch, rank = _HELLO.unpack(words.recv_bytes(_HELLO.size))
+            (rank,) = _HELLO.unpack(words.recv_bytes(_HELLO.size))
             _prepare(connection)
             # Its process sends nothing before it is welcome; nor does this one, before all are.
-            admitted = self._open and self._enter(epoch, rank, connection)
-            words.send_bytes(_WELCOME if admitted else _STALE)
+            admitted = self._open and self._enter(rank, connection)
+            words.send_bytes(_WELCOME if admitted else _UNWANTED)
         if not admitted:
             connection.close()

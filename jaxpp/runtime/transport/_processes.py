@@ -1,6 +1,5 @@
 """Joins the processes of a rank by `jax.distributed`."""
 
-import collections
 import contextlib
 import math
 import socket
@@ -68,10 +67,8 @@ def leave_processes() -> None:
 
 def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
     """Makes the home of a rank from its joined processes: their devices, process after process."""
-    found: dict[int, list[Any]] = collections.defaultdict(list)
-    for device in jax.devices():
-        found[device.process_index].append(device)
-    each = [first_devices(found[n], sizes, rank, len(found)) for n in sorted(found)]
+    count = jax.process_count()
+    each = [first_devices(jax.local_devices(n), sizes, rank, count) for n in range(count)]
     return home_over([device for own in each for device in own], sizes)
 
 

@@ -15,7 +15,7 @@ from jaxpp._program import Message
 from jaxpp.runtime.arrays import Home, box_of, boxes_here, devices_of, sharding_in
 from jaxpp.runtime.transport._errors import PeerLost
 from jaxpp.runtime.transport._handshake import HANDSHAKE_TIMEOUT
-from jaxpp.runtime.transport._payload import Payload
+from jaxpp.runtime.transport._puts import Payload
 
 #: The bytes of a ticket.
 TICKET = 128
@@ -27,9 +27,7 @@ class Pulls:
     What has been offered stays in memory until it is pulled, or the process ends: a server does not
     forget it. Anyone who reaches the server and guesses a number of 62 random bits may pull.
 
-    Args:
-        home: of the rank.
-        address: the address of this host at which other hosts reach it; None for this host alone.
+    Other hosts reach this one at its `address`; None is for this host alone.
     """
 
     def __init__(self, home: Home, address: str | None = None):

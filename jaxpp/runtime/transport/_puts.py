@@ -7,17 +7,16 @@ one of every other process. So all processes issue all transfers, in one order.
 import collections
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import Home, is_ready
+from jaxpp.runtime.arrays import ArrayType, Home, from_host, is_ready, plain, resplit, sharding_in
 from jaxpp.runtime.transport._errors import TransportError
 from jaxpp.runtime.transport._near import RUN_AHEAD
-from jaxpp.runtime.transport._payload import Payload
 
 #: Seconds between two looks at an array that has not come.
 LOOK = 1e-4
@@ -33,8 +32,7 @@ class Puts:
     Args:
         homes: those of all ranks, of other processes too.
         here: the ranks of this process.
-        meet: called with the number of a program once this process has compiled it; returns when
-            all have.
+        meet: waits, with the number of a program, until all processes have compiled it.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Puts:
         self._recent.clear()
 
     def end(self) -> None:
-        """Issues what is left of the program: transfers between other processes."""
+        """Issues what is left of the program."""
         self._issue_before(len(self._order))
 
     def carries(self, message: Message) -> bool:
@@ -155,3 +153,42 @@ class Put:
         """Copies arrays: JAX does not say when it has read those that it is given."""
         own = self._leaving.of(arrays)
         return jax.device_put(own, [t.sharding for t in self._leaving.types], may_alias=False)
+
+
+class Payload:
+    """The arrays of a message, at home in a rank, but for empty ones; keys are integers."""
+
+    def __init__(self, message: Message, home: Home):
+        self._home = home
+        types = [ArrayType.of(aval) for aval in message.avals]
+        self._arrays = list(zip(types, message.specs or ((),) * len(types), strict=True))
+        #: What moves, all of it in the memory of the devices.
+        self.types = [
+            jax.ShapeDtypeStruct(t.host_shape, t.host_dtype, sharding=sharding_in(home, spec))
+            for t, spec in self._arrays
+            if t.nbytes
+        ]
+
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns what moves of the message's arrays, split as it is sent."""
+        moved = [
+            (resplit(plain(array), self._home, spec), type_.kind)
+            for array, (type_, spec) in zip(arrays, self._arrays, strict=True)
+            if type_.nbytes
+        ]
+        return [  # an array that is there already is the same object: it must not be donated yet
+            array if kind is None else jax.device_put(array, type_.sharding)
+            for (array, kind), type_ in zip(moved, self.types, strict=True)
+        ]
+
+    def whole(self, moved: Iterable[Any]) -> list[Any]:
+        """Makes the message's arrays of what has moved."""
+        rest = iter(moved)
+        return [self._finished(next(rest) if own[0].nbytes else None, *own) for own in self._arrays]
+
+    def _finished(self, array: Any, type_: ArrayType, spec: Any) -> Any:
+        if array is None:
+            return from_host(b"", type_, self._home, spec)
+        if type_.kind is not None:
+            array = jax.device_put(array, sharding_in(self._home, spec, type_.kind))
+        return type_.of_plain(array)

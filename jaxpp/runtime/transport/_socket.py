@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import os
 import socket
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +26,8 @@ from jaxpp.runtime.transport._frames import (
     send_some,
     to_send,
 )
-from jaxpp.runtime.transport._handshake import Addresses, SocketKind, start
-from jaxpp.runtime.transport._near import Near
+from jaxpp.runtime.transport._handshake import SocketKind, start
+from jaxpp.runtime.transport._near import RUN_AHEAD, Near
 from jaxpp.runtime.transport._pull import Puller, Pulls
 from jaxpp.runtime.transport._puts import Puts
 
@@ -48,7 +47,7 @@ class Outgoing:
     start_ns: int = 0
 
 
-class SocketTransport:
+class SocketTransport(Connections):
     """Sends and receives the arrays of the ranks of a process.
 
     Arrays go between ranks of the process from device to device, by `Near`; between processes over
@@ -71,8 +70,6 @@ class SocketTransport:
             large message that is registered, and only what says so goes over the connection.
         puts: this process's part in `jax.device_put` between processes, which then has the messages
             of programs instead of the connections.
-        run_ahead: how many messages may be unsent when the next is received, so that dispatch
-            does not run ahead of the device, and take memory, without bound.
     """
 
     def __init__(
@@ -84,47 +81,20 @@ class SocketTransport:
         kind: SocketKind = "auto",
         pulls: Pulls | None = None,
         puts: Puts | None = None,
-        run_ahead: int = 2,
     ):
+        super().__init__(min(homes), secret, address, kind)
         self.homes = dict(homes)
-        #: The first rank of this process, which stands for all of them.
-        self.rank = min(homes)
         #: Records the times of messages, where it is not None: see `trace.Recorder`.
         self.recorder: Any = None
-        #: Called, on some thread, with the error when a rank is lost or the transport aborts.
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
         #: The way of arrays between ranks of this process.
         self.near = Near(self.homes)
-        self._pulls, self._run_ahead, self._pool = pulls, run_ahead, BufferPool()
-        self._puts = puts
+        self._pulls, self._puts, self._pool = pulls, puts, BufferPool()
         #: For each program what makes the arrays of its messages, by their tags.
         self._unpackers: dict[int, dict[int, Unpacker | Puller]] = defaultdict(dict)
         self._late: dict[int, set[int]] = defaultdict(set)
         self._call, self._program = 0, 0
         #: The recorder for which a thread reads.
         self._told: Any = None
-        self._closed = False
-        self._open = secret, address, kind
-        self.connections = Connections(0, self, *self._open)
-
-    @property
-    def addresses(self) -> Addresses:
-        """The addresses at which others reach this process; each reset makes new ones."""
-        return self.connections.addresses
-
-    def connect(self, peers: Mapping[int, Addresses]) -> None:
-        """Connects to the processes before this one; those behind it connect to this one.
-
-        Once it has returned in all processes, they are connected, and none listens any more. The
-        ranks of one process have the same addresses.
-
-        Raises:
-            PeerLost: a process is gone.
-            TransportError: a process is in another epoch, or has another secret.
-        """
-        found: dict[Addresses, int] = {}
-        firsts = {rank: found.setdefault(peers[rank], rank) for rank in sorted(peers)}
-        self.connections.connect(firsts | dict.fromkeys(self.homes, self.rank), peers)
 
     # ---- what comes -----------------------------------------------------------------------------
 
@@ -137,30 +107,26 @@ class SocketTransport:
             )
         return self._pool.take(header.nbytes) if header.nbytes > SMALL else None
 
-    def take(self, connections: Connections, peer: Peer, found: Read) -> None:
+    def take(self, peer: Peer, found: Read) -> None:
         """Puts a message into the mail; one of another size than the program has, as it came."""
         header = found.header
         unpack = self._unpackers.get(header.program, {}).get(header.tag)
         if unpack is None or not unpack.at_once or unpack.nbytes != header.nbytes:
-            connections.mail[header.key] = found
+            self.mail[header.key] = found
             return
 
         def unpacked() -> None:
             arrays = unpack(found.data)
-            connections.mail[header.key] = found._replace(data=arrays, end_ns=time.monotonic_ns())
+            self.mail[header.key] = found._replace(data=arrays, end_ns=time.monotonic_ns())
 
         def pull() -> None:
-            connections.attempt(peer, unpacked)
-            connections.wake()
+            self.attempt(peer, unpacked)
+            self.wake()
 
         if isinstance(unpack, Puller):  # it waits in JAX, where nothing wakes it
             start(f"pull-{self.rank}-{peer.rank}", pull)
         else:
             unpacked()
-
-    def _listen(self, recorder: Any) -> None:
-        """Reads as long as there is a recorder, so that it hears when messages come."""
-        self.connections.wait(lambda: self.recorder is not recorder)
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -209,10 +175,9 @@ class SocketTransport:
         self.near.clear()
         if self._puts is not None:
             self._puts.begin(program)
-        if self.recorder is not self._told:
-            self._told = self.recorder
-            if self._told is not None:
-                start(f"listen-{self.rank}", self._listen, self._told)
+        recorder, before, self._told = self.recorder, self._told, self.recorder
+        if recorder is not None and recorder is not before:  # it hears when messages come
+            start(f"listen-{self.rank}", self.wait, lambda: self.recorder is not recorder)
 
     def send(self, arrays: list[Any], message: Message) -> None:
         """Starts to send arrays to a rank; does not wait.
@@ -221,27 +186,27 @@ class SocketTransport:
             PeerLost: if that rank is gone.
             Aborted: if the transport was aborted, or an earlier value could not be computed.
         """
-        connections, late = self.connections, message.tag in self._late.get(self._program, ())
+        late = message.tag in self._late.get(self._program, ())
         if message.target in self.homes:
-            connections.check()
+            self.check()
             self.near.send(arrays, message, late=late)
             return
         if self._puts is not None and self._puts.carries(message):
-            connections.check()
+            self.check()
             begun = time.monotonic_ns()
             self._puts.send(arrays, message)
             self._note(True, self._call, message, begun)
             return
-        peer, unpack = connections.reach(message.target), self._unpacker(message)
+        peer, unpack = self.reach(message.target), self._unpacker(message)
         if late:
             arrays = jax.device_put(arrays, may_alias=False)
         header = Header(self._program, self._call, message.tag, message.source, unpack.nbytes)
         item = Outgoing(header, unpack.prepared(arrays), message, unpack)
         if not unpack.at_once and not peer.unsent and all(map(is_ready, item.arrays)):
-            connections.attempt(peer, lambda: self.write(item, peer, socket.MSG_DONTWAIT))
+            self.attempt(peer, lambda: self.write(item, peer, socket.MSG_DONTWAIT))
             if not item.pieces:
                 return
-        connections.put(item, peer)
+        self.put(item, peer)
 
     def _note(self, sent: bool, call: int, message: Message, start: int, end: int = 0) -> None:
         """Tells a recorder when a message was sent, or received; until now, if no end is given."""
@@ -250,7 +215,7 @@ class SocketTransport:
             note(call, message, start, end or time.monotonic_ns())
 
     def copies_of(self, message: Message) -> tuple[Any, list[Any]] | None:
-        """Returns what `Near.copies_of` does; None for a message to another process."""
+        """Returns what that of `Near` does; None for a message to another process."""
         return self.near.copies_of(message) if message.target in self.homes else None
 
     def write(self, item: Outgoing, peer: Peer, flags: int = 0) -> None:
@@ -276,7 +241,7 @@ class SocketTransport:
         finally:
             item.arrays = []
             # Also where nobody waits for it: on two cores 16 MiB took 2.3 times as long without.
-            self.connections.wake()
+            self.wake()
         if (found := sum(map(padded, map(len, values)))) != item.header.nbytes:
             raise TransportError(
                 f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
@@ -292,25 +257,25 @@ class SocketTransport:
             Aborted: if the transport was aborted, or a value to send could not be computed.
             TransportError: if what arrived is something else.
         """
-        connections, source = self.connections, message.source
+        source = message.source
         if source in self.homes:
-            connections.check()
+            self.check()
             return self.near.receive(message)
         if self._puts is not None and self._puts.carries(message):
-            connections.check()
+            self.check()
             begun = time.monotonic_ns()
-            arrays = self._puts.receive(message, connections.check)
+            arrays = self._puts.receive(message, self.check)
             if self.recorder is not None:
                 jax.block_until_ready(arrays)
             self._note(False, self._call, message, begun)
             return arrays
-        if connections.unsent > self._run_ahead:
-            connections.wait(lambda: connections.unsent <= self._run_ahead)
-        key, mail = (self._program, self._call, message.tag), connections.mail
-        if key not in mail:
-            connections.wait(lambda: key in mail or connections.ended(source))
-        if (found := mail.pop(key, None)) is None:
-            connections.reach(source)  # raises the reason
+        if self.unsent > RUN_AHEAD:  # or dispatch would take memory of the device without bound
+            self.wait(lambda: self.unsent <= RUN_AHEAD)
+        key = self._program, self._call, message.tag
+        if key not in self.mail:
+            self.wait(lambda: key in self.mail or self.ended(source))
+        if (found := self.mail.pop(key, None)) is None:
+            self.reach(source)  # raises the reason
         assert found is not None
         header, data, begun, end = found
         unpack = self._unpacker(message)
@@ -329,52 +294,24 @@ class SocketTransport:
         Once its value has been read, an array may be donated: the bytes being written stay
         unchanged. If it is donated before, its send fails.
         """
-        connections = self.connections
-        if connections.unsent:
-            connections.wait(lambda: not connections.reading(arrays))
+        if self.unsent:
+            self.wait(lambda: not self.reading(arrays))
 
     def flush(self) -> None:
         """Waits until all messages have left; raises `Aborted` as `receive` does."""
-        connections = self.connections
-        connections.wait(lambda: not connections.unsent)
-        connections.check()
+        self.wait(lambda: not self.unsent)
+        self.check()
 
     # ---- failure, and the end -------------------------------------------------------------------
-
-    def abort(self, error: BaseException) -> None:
-        """Ends all waits here: sends and receives raise `Aborted`, with `error` as the cause.
-
-        Other ranks are not told. All sends and receives raise until the next reset.
-        """
-        self.connections.abort(error)
 
     def is_echo(self, error: BaseException) -> bool:
         """Tells whether an error of a computation says that another process has failed."""
         several = self._puts is not None or any(map(spans, self.homes.values()))
         return several and lost_in_jax(error)
 
-    def reset(self, epoch: int) -> None:
-        """Starts afresh after a failure, without connections; drops messages on their way.
-
-        Abort all ranks before the first one is reset. Else a rank would take the end of its
-        connections for the loss of a rank. Reset all to the same unused epoch before one connects.
-        """
-        used = self.connections.epoch
-        if self._closed or epoch <= used:
-            raise ValueError(f"A transport in epoch {used} needs a later one, got {epoch}.")
-        self.connections.end()
-        self.near.clear()
-        self.connections, self._told = Connections(epoch, self, *self._open), None
-
-    def close(self) -> None:
+    def close(self, timeout: float = 5.0) -> None:
         """Ends all connections and threads; waiting sends and receives raise `Aborted`."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._puts is not None and self.connections.error is None:
+        if self._puts is not None and self._error is None:
             self._puts.end()
-        deadline = time.monotonic() + 5
-        for thread in self.connections.end():
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0))
+        super().close(timeout)
         self._pool.clear()

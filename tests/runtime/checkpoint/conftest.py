@@ -24,7 +24,7 @@ class Calls:
     def wait(self):
         wait(self.futures.values())
 
-    def results(self):
+    def __call__(self):
         found = {}
         for rank, future in self.futures.items():
             if error := future.exception():
@@ -39,6 +39,9 @@ class Process(types.SimpleNamespace):
 
     def __init__(self, rank):
         super().__init__(rank=rank, process=0, home=jax.devices()[rank], arrays={})
+
+    def keep(self, arrays):
+        self.arrays.update(arrays)
 
     def wait_for(self, numbers):
         return [self.arrays[number] for number in numbers]

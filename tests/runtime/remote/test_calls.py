@@ -63,12 +63,18 @@ def noted(rank):
 def process() -> Any:
     """A process of one rank, 3, which takes down what it runs instead."""
     process = Worker((3,))
-    transport = mock.Mock(homes={3: jax.devices()[0]}, recorder=None)
-    process.have(transport, lambda reference: reference)
-    rank: Any = process.ranks[3]
+    process._new_transport = lambda secret: mock.Mock(
+        homes={3: jax.devices()[0]}, recorder=None, addresses=secret
+    )
+    process.have(process._new_transport(b"first"), lambda reference: reference)
+    take_down(process)
+    return process
+
+
+def take_down(process: Any):
+    rank = process.ranks[3]
     rank.send, rank.feed, rank.take_results = mock.Mock(), mock.Mock(), mock.Mock()
     process._steps[0] = mock.Mock(at=None)
-    return process
 
 
 def call(number):
@@ -118,8 +124,10 @@ def test_nothing_runs_after_a_failure_until_the_reset(process):
     assert caught.value.ends and "here" in caught.value.failure.exception
     assert process.fetch(3, (7,)) is None and process.fetch(3, (7, 8)) == [None, None]
     assert process.wait(3, (7,)) is None
-    process.reset(1, 5)
-    process.transport.reset.assert_called_once_with(5)
+    before = process.transport
+    assert process.reset(1, b"second") == b"second"
+    before.close.assert_called_once_with(timeout=0)
+    take_down(process)
     process.run(2, call(1))
     assert ran(process) == [1] and process.failure is None
 
@@ -167,9 +175,9 @@ def test_an_array_is_waited_for_until_it_comes(process):
     found = []
     waits = threading.Thread(target=lambda: found.append(process.fetch(3, (7, 8))))
     waits.start()
-    process.ranks[3].arrays.update({7: jax.numpy.arange(3, dtype="uint8")})
+    process.ranks[3].keep({7: jax.numpy.arange(3, dtype="uint8")})
     assert waits.is_alive() and not found
-    process.ranks[3].arrays.update({8: jax.numpy.arange(2, dtype="uint8")})
+    process.ranks[3].keep({8: jax.numpy.arange(2, dtype="uint8")})
     waits.join(5)
     assert [own.tolist() for own in found[0]] == [[0, 1, 2], [0, 1]]
 

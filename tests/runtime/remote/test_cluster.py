@@ -27,7 +27,7 @@ from tests.helpers import wait_until  # noqa: E402
 
 def reservation_on(*nodes, **resources):
     """Room for a rank on each of these nodes; nothing reads its placement group."""
-    places = tuple((_places.Place(n, node, "", "", 0),) for n, node in enumerate(nodes))
+    places = tuple((_places.Place(n, node, "", ""),) for n, node in enumerate(nodes))
     worker = {"CPU": 1.0} | {name: amount for name, amount in resources.items() if amount}
     group: Any = None
     return _places.Reservation(group, worker, places, {})
@@ -336,10 +336,10 @@ def test_a_restarted_mesh_has_a_new_session_where_its_own_has_lost_its_node():
 class Worker:
     """What a worker finds when it starts."""
 
-    def __init__(self, cores):
+    def __init__(self, cores, number):
         import jax  # the actor's module brings JAX before anything can be prepared
 
-        _environment.prepare_process(cores)
+        _environment.prepare_process(cores, number)
         jax.devices()
 
     def look(self, *variables):
@@ -359,7 +359,7 @@ def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(se
             **_environment.worker_options(
                 reservation, rank, cores=1, environment={"ANIMAL": "stoat"}
             )
-        ).remote(1)
+        ).remote(1, rank)
         for rank in range(2)
     ]
     found = ray.get([a.look.remote("ANIMAL", "JAX_PLATFORMS", "NPROC") for a in actors], timeout=60)
@@ -379,12 +379,11 @@ def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(se
     ("number", "cores", "own"),
     [(0, 1, {2}), (2, 1, {7}), (3, 1, {2}), (1, 2, {7, 2}), (1, 5, {2, 5, 7})],
 )
-def test_workers_of_a_node_take_its_cores_in_turn(monkeypatch, number, cores, own):
+def test_workers_take_cores_in_turn(monkeypatch, number, cores, own):
     taken = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 2, 5})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, given: taken.append(given))
-    monkeypatch.setenv(_environment.NUMBER, str(number))
-    _environment.prepare_process(cores)
+    _environment.prepare_process(cores, number)
     assert taken and all(given == own for given in taken), "of each thread"
 
 
@@ -493,7 +492,6 @@ def test_ranks_fill_the_nodes_where_ray_has_put_their_bundles(monkeypatch, here,
     reservation = _places.reserve_places(session, 4, cpus_per_rank=1, gpus_per_rank=2)
     assert [bundle["GPU"] for bundle in asked] == [2, 2, 2, 2]
     assert [place.bundle for (place,) in reservation.places] == order
-    assert [place.number for (place,) in reservation.places] == [0, 1, 0, 1]
     assert _environment.worker_options(reservation, 3)["num_gpus"] == 2
     asked.clear()
     # No node has room for a whole rank: its processes are apart, with a half of its GPUs each.

@@ -105,6 +105,20 @@ def is_gone(pid):
 # ---- one worker -----------------------------------------------------------------------------
 
 
+def large_arrays(process):
+    return [x.shape for x in jax.live_arrays() if x.size > 1]
+
+
+def test_a_restart_frees_the_arrays_of_workers_that_stay(mesh, step, tmp_path):
+    before = pids(mesh)
+    kept = step(*begin(), batch())
+    arm(mesh, tmp_path, "raise", rank=1, call=1)
+    fail(step)
+    mesh.restart()
+    assert pids(mesh) == before and kept
+    assert mesh.apply(large_arrays, {0: (), 1: ()}) == {0: [], 1: []}
+
+
 def test_a_killed_worker_ends_the_step_on_all_ranks(mesh, step, tmp_path):
     before = pids(mesh)
     kept, last = jax.device_get(step(*begin(), batch())[3]), step(*begin(), batch())[3]
@@ -567,7 +581,7 @@ def test_an_interrupt_of_a_step_that_waits_for_room_leaves_nothing(mesh, step, e
             calls += 1
     assert 0 < calls < 10  # the next one waited
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    waiting.results()
+    waiting()
     jax.device_get(fed(*state[:3], 0))
     found = jax.device_get(step(*begin(), batch()))
     assert_same(found, expected)
@@ -640,7 +654,7 @@ def test_a_slow_fetch_holds_up_no_step(mesh, step):
 
 
 def cut(process, rank):
-    process.transport.connections.peers[rank].reader.connection.shutdown(socket.SHUT_RDWR)
+    process.transport.peers[rank].reader.connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, step):

@@ -85,7 +85,7 @@ def main(spanning: bool) -> None:
     options = {"cores": 1, "heartbeat_timeout": HEARTBEAT_TIMEOUT, "start_timeout": 90.0}
     options |= {"processes_per_rank": processes, "address": "auto"}
     with jaxpp.RemoteMpmdMesh(shape, names, **options) as mesh:
-        workers = mesh.apply_everywhere(where, {0: (), 1: ()}).results()
+        workers = mesh.apply_everywhere(where, {0: (), 1: ()})()
         say("trained", same=same(train(mesh)), workers=workers[0] + workers[1])
         for _ in range(1 if spanning else 2):
             print(json.dumps({"what": "training"}), flush=True)

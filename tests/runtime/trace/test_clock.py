@@ -1,6 +1,7 @@
 """Clocks of several hosts become one."""
 
 import collections
+import functools
 import types
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import pytest
 
 from jaxpp._program import Receive, Run, Send
-from jaxpp.runtime.site._process import Process
+from jaxpp.runtime.remote._worker import Worker
 from jaxpp.runtime.trace import _clock, _tracing, clock
 from jaxpp.runtime.trace._clock import Reading, to_driver
 from jaxpp.runtime.trace._recorder import Records
@@ -171,10 +172,11 @@ def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch, one_pro
 
 def test_a_process_that_is_reset_within_a_trace_can_be_traced_again(tmp_path):
     """JAX's profiler does not run on there, when the trace is lost with a rank."""
-    process = Process((0,))
-    process.have(SocketTransport({0: jax.devices()[0]}, b"secret"), lambda reference: None)
-    for epoch in (1, 2):
-        _tracing._start(process, tmp_path / str(epoch), "profile", 0, "here")
-        process.reset(0, epoch)
+    process: Any = Worker((0,))
+    process._new_transport = functools.partial(SocketTransport, {0: jax.devices()[0]})
+    process.have(process._new_transport(b"secret"), lambda reference: None)
+    for turn in (0, 1):
+        _tracing._start(process, tmp_path / str(turn), "profile", 0, "here")
+        process.reset(turn, b"another")
         assert process.transport.recorder is None
     process.transport.close()

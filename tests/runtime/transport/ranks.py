@@ -73,25 +73,33 @@ def join(ranks):
         transport.connect({r: t.addresses for r, t in enumerate(ranks)})
 
 
-def reset(ranks, epoch):
-    """Resets some ranks, and connects them."""
-    for transport in ranks:
-        transport.reset(epoch)
+def renew(ranks):
+    """Replaces some ranks, as a restart does, and connects them."""
+    for n, old in enumerate(ranks):
+        old.close(timeout=0)
+        ranks[n] = SocketTransport(old.homes, SECRET + b" again", kind=old._kind)
     join(ranks)
 
 
 @contextlib.contextmanager
-def connected(count=2, kinds: Any = "auto", **options):
-    """Some ranks, each on a device of its own, which know each other."""
+def unconnected(count=2, kinds: Any = "auto", secret=SECRET):
+    """Some ranks, each on a device of its own."""
     ranks = [
-        SocketTransport({rank: jax.devices()[rank % 8]}, SECRET, kind=kinds, **options)
+        SocketTransport({rank: jax.devices()[rank % 8]}, secret, kind=kinds)
         for rank in range(count)
     ]
     try:
-        join(ranks)
-        for transport in ranks:
-            transport.begin(1)
         yield ranks
     finally:
         for transport in ranks:
             transport.close()
+
+
+@contextlib.contextmanager
+def connected(count=2, kinds: Any = "auto"):
+    """Some ranks, each on a device of its own, which know each other."""
+    with unconnected(count, kinds) as ranks:
+        join(ranks)
+        for transport in ranks:
+            transport.begin(1)
+        yield ranks

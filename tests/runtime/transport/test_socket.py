@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp.runtime.transport import Aborted, TransportError
+from jaxpp.runtime.transport import Aborted, TransportError, _socket
 from jaxpp.runtime.transport._frames import SMALL, Header
 from tests.helpers import assert_same
 from tests.runtime.transport.ranks import (
@@ -18,7 +18,7 @@ from tests.runtime.transport.ranks import (
     connected,
     failing_array,
     message,
-    reset,
+    renew,
 )
 
 EVERYTHING = {
@@ -268,7 +268,7 @@ def test_ranks_that_run_different_programs(pair, expected):
 @pytest.mark.parametrize("nbytes", [-64, 1 << 60])
 def test_a_size_that_no_host_holds_is_refused_before_memory_is_taken(pair, nbytes):
     a, b = pair
-    a.connections.peers[1].reader.connection.sendall(Header(0, 1, 0, 0, nbytes).pack())
+    a.peers[1].reader.connection.sendall(Header(0, 1, 0, 0, nbytes).pack())
     with pytest.raises(TransportError, match=f"announced a message of {nbytes} bytes"):
         blocked(b.receive, message([jnp.arange(3)]))()
 
@@ -295,12 +295,13 @@ def test_a_rank_that_nobody_named():
 
 
 @pytest.mark.more
-def test_a_receive_bounds_how_far_dispatch_runs_ahead():
+def test_a_receive_bounds_how_far_dispatch_runs_ahead(monkeypatch):
     x = jnp.ones((256, 256))
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, a: a @ a * 1e-3, x))
     slow(x).block_until_ready()
     for run_ahead, waits in ((1, True), (9, False)):
-        with connected(2, run_ahead=run_ahead) as (a, b):
+        monkeypatch.setattr(_socket, "RUN_AHEAD", run_ahead)
+        with connected(2) as (a, b):
             back = message([x], 9, 1, 0)
             b.send([x], back)
             waiting, values = blocked(b.receive, message([x], 3)), []
@@ -355,14 +356,14 @@ def test_a_recorder_hears_when_a_message_came(pair):
     b.receive(message([x], 9))
 
 
-def test_a_mesh_that_is_traced_can_be_reset(pair):
-    for epoch in range(1, 4):
+def test_a_mesh_that_is_traced_can_be_restarted(pair):
+    for call in range(1, 4):
         for transport in pair:
             transport.recorder = unittest.mock.Mock()
-            transport.begin(epoch)
+            transport.begin(call)
         x = jnp.arange(3)
         pair[0].send([x], message([x]))
         assert_same(pair[1].receive(message([x])), [x])
         for transport in pair:
             transport.abort(ValueError("the reason"))
-        reset(pair, epoch)
+        renew(pair)

@@ -33,9 +33,6 @@ KEEPS_MEMORY = {
     "MALLOC_TOP_PAD_": str(2**26),
 }
 
-#: The variable by which a worker knows its number among those of its mesh on its node.
-NUMBER = "JAXPP_NUMBER_ON_NODE"
-
 
 def worker_options(
     reservation: Reservation,
@@ -53,7 +50,7 @@ def worker_options(
     place = reservation.places[rank][process]
     worker = reservation.worker
     gpus = worker.get("GPU", 0)
-    variables = {"PYTHONPATH": os.pathsep.join(_import_paths()), NUMBER: str(place.number)}
+    variables = {"PYTHONPATH": os.pathsep.join(_import_paths())}
     # On a GPU it is empty, so that a driver or a session that is held to CPU does not hold it.
     variables["JAX_PLATFORMS"] = "" if gpus else "cpu"
     if 0 < gpus < 1:
@@ -74,11 +71,10 @@ def worker_options(
     }
 
 
-def prepare_process(cores: int | None = None) -> None:
+def prepare_process(cores: int | None = None, number: int = 0) -> None:
     """Binds this worker's process to some of its host's cores; call it before JAX starts.
 
-    The workers of a mesh take the cores of their host in turn, and share them where there are too
-    few. XLA takes as many threads as the process has cores.
+    Workers take the cores in turn, by their `number`. XLA takes a thread for each.
 
     Where the environment has both variables for the fraction of a GPU's memory, which JAX refuses,
     the old one goes: it is the one that `worker_options` sets.
@@ -87,8 +83,8 @@ def prepare_process(cores: int | None = None) -> None:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     if cores is None or not hasattr(os, "sched_setaffinity"):
         return
-    there, first = sorted(os.sched_getaffinity(0)), int(os.environ[NUMBER]) * cores
-    own = {there[n % len(there)] for n in range(first, first + cores)}
+    there = sorted(os.sched_getaffinity(0))
+    own = {there[(number * cores + n) % len(there)] for n in range(cores)}
     for thread in os.listdir("/proc/self/task"):  # those that Ray has started; later ones inherit
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), own)

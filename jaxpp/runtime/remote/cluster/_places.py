@@ -20,32 +20,23 @@ UNCOUNTED_CPU = 0.001
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a worker on a node.
+    """The place of a worker: its bundle in the placement group, and Ray's id of the node.
 
-    Args:
-        bundle: the number of its bundle in the placement group.
-        node_id: Ray's id of the node, which differs where nodes share a machine and its name.
-        address: the node's IP address.
-        host: the node's host name.
-        number: the worker's number among those of the mesh on this node.
+    Nodes that share a machine, and its name, differ in that.
     """
 
     bundle: int
     node_id: str
     address: str
     host: str
-    number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
     """Room for the workers of a mesh, held until `release_places`.
 
-    Args:
-        group: the placement group.
-        worker: the resources of a worker.
-        places: for each rank, the place of each of its workers; ranks of one worker have the same.
-        request: the keyword arguments of `reserve_places`.
+    Each `worker` has these resources. `places` has for each rank the place of each of its workers;
+    ranks of one worker have the same. The `request` was to `reserve_places`.
     """
 
     group: PlacementGroup
@@ -71,16 +62,9 @@ def reserve_places(
     fill node after node in the order of ranks. No rank has workers on two nodes, if the nodes have
     room for all ranks in this way.
 
-    Args:
-        session: the session, from `join_session`.
-        num_ranks: as for `RemoteMpmdMesh`, as the next four are.
-        gpus_per_rank: of a whole rank.
-        cpus_per_rank: next to nothing by default in a session of our own, so that ranks may be more
-            than a laptop's cores.
-        processes_per_rank: they share the rank's CPUs and GPUs evenly.
-        ranks_per_process: 1 where a rank has several workers.
-        timeout: seconds to wait for what others hold.
-        lost: descriptions of nodes that the ranks were on before, for errors.
+    The arguments are those of `RemoteMpmdMesh`; `gpus_per_rank` are those of a whole rank, and by
+    default `cpus_per_rank` is next to nothing in a session of our own, so that ranks may be more
+    than a laptop's cores. `lost` describes nodes that the ranks were on before, for errors.
 
     Raises:
         ValueError: if the session is too small, says what was asked for and what is there.
@@ -196,9 +180,9 @@ def _workers(group: PlacementGroup, each: int) -> list[Place]:
         bundles.setdefault(node, []).extend([bundle] * each)
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     return [
-        Place(bundle, n, nodes[n]["NodeManagerAddress"], nodes[n]["NodeManagerHostname"], number)
+        Place(bundle, n, nodes[n]["NodeManagerAddress"], nodes[n]["NodeManagerHostname"])
         for n, own in bundles.items()
-        for number, bundle in enumerate(own)
+        for bundle in own
     ]
 
 

@@ -26,7 +26,7 @@ class Session:
     """A Ray session that this process has joined; `leave_session` it in the end.
 
     `address` is its `host:port`; `started` tells whether it is one of our own on this machine;
-    `users` counts those that have joined it here and not left it yet.
+    `users` counts those that are in it here.
     """
 
     address: str
@@ -118,7 +118,9 @@ def answers(address: str) -> bool:
 
 def _open() -> Session:
     wanted = os.environ.get("RAY_ADDRESS", "")
-    address = _address_of_ray_start() if wanted in ("", "auto") else wanted
+    address, file = wanted, _current_cluster()
+    if wanted in ("", "auto"):
+        address = file.read_text().strip() if file.exists() else ""
     if wanted == "local" or not (wanted or address):
         return _start()
     if address and answers(address):
@@ -131,15 +133,14 @@ def _open() -> Session:
         )
     warn(
         f"The Ray session at {address}, started here with `ray start`, does not answer; starting "
-        f"one for this process. `ray stop` forgets the old one."
+        f"one for this process. To forget the old one, delete {file}."
     )
     return _start()
 
 
-def _address_of_ray_start() -> str | None:
-    """Finds the address of the session that `ray start` has left on this machine, in Ray's file."""
-    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    return file.read_text().strip() or None if file.exists() else None
+def _current_cluster() -> Path:
+    """Returns the file with the address of the session that `ray start` has left here."""
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
 
 
 def _start() -> Session:
