@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpp._messages import check_number, check_options
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._loss import map_sliced
@@ -21,7 +22,7 @@ from jaxpp.planning._profile import Profile, profile
 from jaxpp.planning.search import Options
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.runtime.trace import Trace
-from jaxpp.schedules import Costs, Kind, Timeline
+from jaxpp.schedules import Costs, Kind, Timeline, by_name
 from jaxpp.transforms.stages import UnitCuts
 
 #: How many of the other candidates a plan prints.
@@ -68,7 +69,7 @@ class Plan(Candidate, _files.Saved):
     @property
     def gap(self) -> float:
         """The most by which the plan may be slower than the best one, over the lower bound."""
-        return self.seconds / self.lower_bound - 1
+        return self.seconds / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
     def costs(self) -> Costs:
@@ -240,9 +241,18 @@ def plan(
         >>> sum(jaxpp.plan(loss, *args, ranks=2, microbatches=4, tries=9, **options).units)
         2
     """
-    counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
-    if not counts or not set(schedules) - {*MADE}:
-        raise ValueError("plan: give one number of microbatches at least, and a schedule by name.")
+    check_options(plan, options, PlanOptions)
+    given = microbatches if isinstance(microbatches, Iterable) else [microbatches]
+    counts = [*dict.fromkeys(given)]
+    for count in counts:
+        check_number("plan", "a number of microbatches", count, "an integer of at least 1")
+    if not counts or isinstance(schedules, str) or not {*schedules} - {*MADE}:
+        raise ValueError(
+            f"plan: give one number of microbatches at least, and a list of schedules by name that "
+            f"has more than {' and '.join(MADE)}; got {microbatches!r} and {schedules!r}."
+        )
+    for name in {*schedules} - {*MADE}:
+        by_name(name)
     how: dict[str, Any] = {name: own for name, own in options.items() if name in _OF_PROFILE}
     machine: dict[str, Any] = {name: own for name, own in options.items() if name not in how}
     device, replicas = how.get("device"), machine.get("replicas", 1)
@@ -298,9 +308,6 @@ def _factors_of_ranks(
 
 def _one_microbatch(args: Sequence[Any], number: int, replicas: int, in_axes: Any) -> list[Any]:
     """Takes the first microbatch of the arguments."""
-    for name, own in (("microbatches", number), ("replicas", replicas)):
-        if own < 1:
-            raise ValueError(f"plan: a number of {name} is at least 1, got {own}.")
     count, each = number * replicas, f" of {replicas} replicas each" if replicas > 1 else ""
 
     def first(x: Any, axis: int) -> Any:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from jaxpp._compat import PINNED_HOST
+from jaxpp._messages import check_number
 from jaxpp._program import Role, Run
 from jaxpp._specs import Spec
 from jaxpp.planning import _files
@@ -209,23 +210,30 @@ def profile(
         >>> all(time > 0 for time in found.forward)
         True
     """
-    if repeats < 1:
-        raise ValueError(f"profile needs repeats of at least 1, got {repeats}.")
+    for name, value in (("at_least", at_least), ("repeats", repeats)):
+        check_number("profile", name, value, "an integer of at least 1")
+    figures, mesh = _place_to_measure(device)
     finest = Finest()
     staged = wrap_forward(split_stages(fun, at_least, balance=finest), policy=policy)
     grad_fn = gradient(staged, args, MICROBATCHES, in_axes)  # this cuts, and notes where
-    figures = device_of(device) if isinstance(device, Device | str) else None
-    if figures is not None or device is None:
-        device = jax.devices()[0]
-    mesh = device if isinstance(device, MpmdMesh) else MpmdMesh((1,), devices=[device])
-    if mesh.num_ranks > 1:
-        raise ValueError(
-            f"profile: each unit is measured alone, on one rank, and {mesh!r} has {mesh.num_ranks} "
-            f"ranks; give one of a single rank, jaxpp.MpmdMesh((1, ...), ('mpmd', ...))."
-        )
     several = map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
     bench = _Bench(mesh, in_specs, several, figures, repeats)
     return _profiled(finest, at_least, grad_fn, bench)
+
+
+def _place_to_measure(device: Any) -> tuple[Device | None, MpmdMesh]:
+    """Finds the figures that count instead of a measurement, and the mesh of one rank."""
+    if device is None or isinstance(device, Device | str):
+        figures = None if device is None else device_of(device)
+        return figures, MpmdMesh((1,), devices=jax.devices()[:1])
+    mesh = MpmdMesh((1,), devices=[device]) if isinstance(device, jax.Device) else device
+    if not isinstance(mesh, MpmdMesh) or mesh.num_ranks > 1:
+        raise ValueError(
+            f"profile: each unit is measured alone, on one rank; device is a jax.Device, a "
+            f"jaxpp.Device or the name of one, or a mesh of a single rank, jaxpp.MpmdMesh((1, "
+            f"...), ('mpmd', ...)), got {device!r}."
+        )
+    return None, mesh
 
 
 def _profiled(finest: Finest, at_least: int, grad_fn: Any, bench: "_Bench") -> Profile:

@@ -414,13 +414,13 @@ def test_what_a_plan_predicts_is_what_predict_makes_of_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(limit=0.0), "the memory_limit is a positive number, got 0.0"),
-        (dict(state_bytes=math.nan), "state_bytes is finite and not negative, got nan"),
+        (dict(limit=0.0), "memory_limit is a positive number, got 0.0"),
+        (dict(state_bytes=math.nan), "state_bytes is a finite number of at least 0, got nan"),
         (dict(speed=(1.0,)), "one for each rank, got 1 for 4 ranks"),
-        (dict(speed=(1.0, 0.0, 1.0, 1.0)), "the speed of rank 1 is a positive number, got 0.0"),
+        (dict(speed=(1.0, 0.0, 1.0, 1.0)), "speed of rank 1 is a positive number, got 0.0"),
     ],
 )
-def test_bad_numbers_are_named(options, message):
+def test_bad_numbers_of_a_problem_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         planned(profile_of(UNEVEN), **options)
 
@@ -428,14 +428,45 @@ def test_bad_numbers_are_named(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
-        (dict(bandwidth=0.0), "the bandwidth is a positive number, got 0.0"),
+        (dict(latency=-1.0), "latency is a finite number of at least 0, got -1.0"),
+        (dict(bandwidth=0.0), "bandwidth is a positive number, got 0.0"),
         (dict(overhead=0.6), "overhead is a share from 0 to 0.5, got 0.6"),
+        (dict(microbatches=2.0), "microbatches is an integer of at least 1, got 2.0"),
+        (dict(microbatches=()), r"give one number of microbatches .* got \(\)"),
+        (dict(tries="x"), "tries is an integer of at least 1, got 'x'"),
+        (dict(schedules="1f1b"), "a list of schedules by name .* got 2 and '1f1b'"),
+        (dict(schedules=[OneFOneB()]), r"a schedule is named by text, .* got OneFOneB\(\)"),
+        (dict(device=3), "device is a jax.Device, a jaxpp.Device or the name of one, .* got 3"),
+        (dict(at_least="x"), "at_least is an integer of at least 1, got 'x'"),
     ],
 )
-def test_bad_links_are_named(options, message):
+def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        jaxpp.plan(jnp.sum, jnp.ones(2), ranks=2, microbatches=2, **options)
+        jaxpp.plan(jnp.sum, jnp.ones(2), **{"ranks": 2, "microbatches": 2, **options})
+
+
+def test_an_option_that_there_is_not_is_named():
+    with pytest.raises(TypeError, match="plan has no option 'trys'; did you mean tries=?"):
+        jaxpp.plan(jnp.sum, jnp.ones(2), ranks=2, microbatches=2, trys=9)  # pyright: ignore
+
+
+def test_the_marks_of_a_function_do_not_count_for_a_plan_of_it():
+    def loss_fn(weights, x, mark=lambda x: x):
+        for w in weights:
+            x = mark(jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    def marked(weights, x):
+        return loss_fn(weights, x, jaxpp.pipeline_enter_stage)
+
+    args = list(jax.random.normal(jax.random.key(0), (6, 8, 8)) / 2), jnp.ones((16, 8))
+    options: Any = dict(ranks=2, microbatches=4, schedules=["1f1b"], at_least=6, device="h100")
+    plan, plain = (jaxpp.plan(own, *args, **options) for own in (marked, loss_fn))
+    assert plan == plain and plan.units == (3, 3)
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(marked, at=plan.cuts)))
+    grad_fn = jaxpp.schedule(jaxpp.microbatch(grad_fn, 4), plan.order)
+    found = jaxpp.place(grad_fn, jaxpp.MpmdMesh((2,)))(*args)
+    assert_close(jaxpp.gather(found), jax.value_and_grad(loss_fn)(*args))
 
 
 def test_bad_costs_are_named():

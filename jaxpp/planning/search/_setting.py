@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import itertools
 import math
-import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
+from jaxpp._messages import check_number
 from jaxpp.planning.search._layers import Layers, sums
 from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, joined, simulate
 
@@ -86,6 +86,16 @@ class Choice:
         return [stage for stage, own in enumerate(self.ways) if own == way]
 
 
+#: What the numbers of a plan have to be, those of all records of a machine.
+_NUMBERS = {
+    "an integer of at least 1": ("ranks", "microbatches", "replicas", "steps", "tries"),
+    "an integer": ("seed",),
+    "a positive number": ("memory_limit", "bandwidth", "reduction_bandwidth", "memory_bandwidth"),
+    "a finite number of at least 0": ("state_bytes", "latency"),
+    "a share from 0 to 0.5": ("overhead",),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The machine of a plan, and the steps of a program: see `jaxpp.planning.PlanOptions`.
@@ -107,29 +117,19 @@ class Ranks:
 
     def __post_init__(self) -> None:
         given, ranks = vars(self), vars(self)["ranks"]
-        for name in ("ranks", "microbatches", "replicas", "steps"):
-            if not isinstance(given.get(name, 1), numbers.Integral):
-                raise ValueError(f"plan: {name} is an integer, got {given[name]!r}; give one.")
+        for kind, names in _NUMBERS.items():
+            for name in (name for name in names if name in given):
+                check_number("plan", name, given[name], kind)
         speed = self.speed
-        speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
-        object.__setattr__(self, "speed", speeds)
-        names = ("ranks", "microbatches", "memory_limit", "bandwidth", "replicas",
-                 "reduction_bandwidth", "memory_bandwidth", "steps")  # fmt: skip
-        positive = {name: given[name] for name in names if name in given}
-        positive |= {f"speed of rank {rank}": own for rank, own in enumerate(speeds)}
-        for name, value in positive.items():
-            if not isinstance(value, numbers.Real) or not float(value) > 0:
-                raise ValueError(f"plan: the {name} is a positive number, got {value!r}; give one.")
-        for name in ("state_bytes", "latency"):
-            if not 0 <= given[name] < math.inf:
-                raise ValueError(f"plan: {name} is finite and not negative, got {given[name]!r}.")
+        speeds = tuple(speed) if isinstance(speed, Iterable) else (speed,) * ranks
+        for rank, own in enumerate(speeds):
+            check_number("plan", f"speed of rank {rank}", own, "a positive number")
+        object.__setattr__(self, "speed", tuple(map(float, speeds)))
         if self.zero not in (0, 1, 3) or (self.zero and self.steps > 1):
             raise ValueError(
                 f"plan: zero is 0, 1 or 3, and 0 for several steps in one program, got "
                 f"{self.zero!r} for {self.steps}; leave it out."
             )
-        if not 0 <= self.overhead <= 0.5:
-            raise ValueError(f"plan: overhead is a share from 0 to 0.5, got {self.overhead!r}.")
         if len(speeds) != ranks:
             raise ValueError(
                 f"plan: speed is one number or one for each rank, got {len(speeds)} for {ranks} "

@@ -119,6 +119,9 @@ def split_stages(
         named = modules or units or ()
         watchers = [_calls.scoping_nnx(), _calls.scoping(named, layers, marks=modules is not None)]
         traced = jaxprs.trace(_calls.watched(fun, watchers), args, kwargs)
+        if isinstance(balance, _cut_balanced.Finest | _cut_balanced.UnitCuts):  # marks do not count
+            unmarked = _marks.replace_marks(traced.jaxpr, lambda _: None)
+            traced = dataclasses.replace(traced, jaxpr=unmarked)
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
             stages = _stages.read_stages(_calls.named(traced.jaxpr))
         else:
