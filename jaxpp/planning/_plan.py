@@ -54,7 +54,7 @@ class Plan(Candidate, _files.Saved):
     """
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 8
+    VERSION: ClassVar[int] = 9
 
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
     lower_bound: float = 0.0
@@ -96,22 +96,24 @@ class Plan(Candidate, _files.Saved):
             The new plan; it may have the same cuts.
 
         Raises:
-            ValueError: a cost is missing, negative or not finite.
+            ValueError: a cost is missing, negative or not finite; or nothing fits with these costs,
+                nor does the plan.
         """
         table = self.order.table_for_ranks(self.problem.ranks, self.microbatches)
         planned, speed = self.costs, []
         measured, timeline = costs_found(costs)
         factors = _factors_of_ranks(timeline, table.num_ranks)
         for rank, order in enumerate(table.ranks):
-            taken, own = 0.0, [task for task in order if task.kind.lane == "compute"]
+            taken, own = [], [task for task in order if task.kind.lane == "compute"]
             for task in own:
                 if planned.of(task) > 0 and not measured.of(task) > 0:
                     raise ValueError(
                         f"Plan.again: {task.describe()} takes no time by these costs; give those "
                         f"of a step of this plan: a trace of it, or jaxpp.measure(step, *args)."
                     )
-                taken += measured.of(task) * factors.get((rank, task.kind, task.stage), 1.0)
-            speed.append(sum(map(planned.of, own)) / taken)
+                taken.append(measured.of(task) * factors.get((rank, task.kind, task.stage), 1.0))
+            # Rounding is no change of speed: where tasks end together, it could part them.
+            speed.append(round(math.fsum(map(planned.of, own)) / math.fsum(taken), 9))
         changed: dict[str, Any] = {
             name: link
             for name, link in (("latency", measured.latency), ("bandwidth", measured.bandwidth))
@@ -121,13 +123,19 @@ class Plan(Candidate, _files.Saved):
         found = self.problem.profiles[count]
         copied = [task for order in table.ranks for task in order if task.kind.lane == "copy"]
         before, after = (sum(map(own.of, copied)) for own in (planned, measured))
-        if before and after:
-            longer = tuple(after / before * own for own in found.copy)
-            found = dataclasses.replace(found, copy=longer)
+        longer = after / before if before and after else 1.0
+        copy = tuple(longer * own for own in found.copy)
+        found = dataclasses.replace(found, copy=copy)
         problem = dataclasses.replace(
             self.problem, profiles={count: found}, speed=tuple(speed), **changed
         )
-        return solve(problem, self)
+        try:
+            return solve(problem, self)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} The plan itself no longer fits: copies to the host take {longer:.3g} "
+                f"times as long as planned, and ranks have the speeds {speed}."
+            ) from None
 
     def __str__(self) -> str:
         steps = self.problem.steps
@@ -267,16 +275,12 @@ def plan(
 
 
 def solve(problem: Problem, known: Candidate | None = None) -> Plan:
-    """Makes a plan of the fastest candidate of a problem, or of a table that is known and as fast.
+    """Makes a plan of the fastest candidate of a problem; one that is known is among them.
 
     Raises:
         ValueError: nothing fits, or no schedule can be made.
     """
-    best, *others = problem.candidates()
-    if known is not None and known.choice and known.table:
-        kept = problem.timed(known.schedule, known.microbatches, known.choice, known.table)
-        if kept.seconds <= best.seconds:
-            best = kept
+    best, *others = problem.candidates(known)
     reasons = [
         c.reason or f"{c.seconds / best.seconds - 1:.1%} slower, bubble {c.bubble:.1%}"
         for c in others

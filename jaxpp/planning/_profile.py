@@ -59,6 +59,8 @@ class Profile(UnitCosts, _files.Saved):
         copy: the time in which what each unit keeps goes to the memory of the host, or back; empty
             where the device has no such memory, or nobody knows.
         inputs: the units that each unit reads; empty where each reads the one before.
+        batch: for each argument that is sliced, its bytes in a microbatch, and the units that read
+            it.
         busy: the share of this machine's cores that tasks kept busy, each alone; 0 where they were
             not measured on a CPU.
 
@@ -76,7 +78,7 @@ class Profile(UnitCosts, _files.Saved):
     """
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -88,6 +90,7 @@ class Profile(UnitCosts, _files.Saved):
     memory_bandwidth: float = math.inf
     copy: tuple[float, ...] = ()
     inputs: tuple[tuple[int, ...], ...] = ()
+    batch: tuple[tuple[float, tuple[int, ...]], ...] = ()
     busy: float = 0.0
 
     def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class Profile(UnitCosts, _files.Saved):
             )
         for field in dataclasses.fields(self):
             numbers = getattr(self, field.name)
-            is_list = isinstance(numbers, tuple) and field.name != "inputs"
+            is_list = isinstance(numbers, tuple) and field.name not in ("inputs", "batch")
             for n, number in enumerate(numbers if is_list else ()):
                 if not 0 <= number < math.inf:
                     raise ValueError(
@@ -133,7 +136,9 @@ class Profile(UnitCosts, _files.Saved):
         )  # fmt: skip
         if options.get("memory_bandwidth", math.inf) == math.inf:
             options["memory_bandwidth"] = self.memory_bandwidth
-        return Setting(layers, ranks, microbatches, is_fed=True, unit="s", **options)
+        return Setting(
+            layers, ranks, microbatches, is_fed=True, unit="s", batch=self.batch, **options
+        )
 
     def within(
         self,
@@ -264,6 +269,10 @@ def _profiled(finest: Finest, at_least: int, grad_fn: Any, bench: "_Bench") -> P
         memory_bandwidth=bench.memory_bandwidth(),
         copy=bench.copies(kept),
         inputs=() if reads == tuple((n - 1,) if n else () for n in range(count)) else reads,
+        batch=tuple(
+            (array_bytes(a.aval, a.spec, sizes) / MICROBATCHES, tuple(sorted(a.stages)))
+            for a in step.bundle.arguments if a.role is Role.BATCH
+        ),
         busy=busy,
     )  # fmt: skip
 

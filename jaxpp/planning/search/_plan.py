@@ -39,7 +39,7 @@ class LayersPlan(_files.Saved):
     """
 
     KIND: ClassVar[str] = "layers_plan"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     setting: Setting
     choice: Choice

@@ -17,7 +17,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         memory_limit: the bytes that a device of a rank has, for parameters, what goes with them,
-            activations, and what tasks need while they run; by default no limit.
+            activations, the batch, messages, and what tasks need while they run; by default no
+            limit. From costs alone, `plan_layers` counts no batch and no messages.
         state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their
             gradients and the optimizer's state. Adam has 4, or 5 for bfloat16 parameters, whose
             gradients add up in float32.
@@ -159,6 +160,8 @@ class Setting(Ranks):
         is_fed: whether nobody reads the gradient of what a stage is fed that reads no other one, as
             the first: all of its backward is its weight gradient.
         unit: the unit of times, such as `"s"`.
+        batch: for each argument that is sliced, its bytes in a microbatch, and the layers that read
+            it. Where it is given, a rank holds its batch, and messages, beside activations.
     """
 
     layers: Layers
@@ -166,6 +169,7 @@ class Setting(Ranks):
     microbatches: int
     is_fed: bool = dataclasses.field(default=False, kw_only=True)
     unit: str = dataclasses.field(default="", kw_only=True)
+    batch: tuple[tuple[float, tuple[int, ...]], ...] = dataclasses.field(default=(), kw_only=True)
 
     @functools.cached_property
     def sums(self) -> dict[str, list[float]]:
@@ -273,7 +277,28 @@ class Setting(Ranks):
                 itertools.pairwise(choice.cuts), ranks, whole, strict=True
             ):
                 largest[rank] = max(largest[rank], by_each * own + max(temporary[a:b]))
-        return list(map(sum, zip(held, largest, strict=True)))
+        fed = self.fed(choice) if self.batch else [0.0] * self.ranks
+        return list(map(sum, zip(held, largest, fed, strict=True)))
+
+    def fed(self, choice: Choice) -> list[float]:
+        """Returns the bytes of each rank's batch, and of the messages that wait for its tasks.
+
+        A rank has its batch as it is given, and in microbatches. For each of its stages that reads
+        from another rank, or that another one reads, a message is read, and one more waits.
+        """
+        stage_of = [s for s, count in enumerate(choice.units) for _ in range(count)]
+        edges, graph = [*self.edges(choice), 0.0], self.graph(choice)
+        held = [0.0] * self.ranks
+        for ranks in choice.placement:
+            for nbytes, layers in self.batch:
+                for rank in {ranks[stage_of[layer]] for layer in layers}:
+                    held[rank] += 2 * self.microbatches * nbytes
+            for stage, sources in enumerate(graph):
+                for source in sources if self.batch else ():
+                    if ranks[source] != ranks[stage]:
+                        held[ranks[stage]] += 2 * edges[source]
+                        held[ranks[source]] += 2 * edges[source]
+        return held
 
     def windowed(self, choice: Choice) -> list[float]:
         """Returns the most that the windows of a choice may add to what each rank holds."""
@@ -374,7 +399,8 @@ class Setting(Ranks):
         """The setting of a step alone, with what ranks hold where several are in one program."""
         if self.steps == 1:
             return self
-        return dataclasses.replace(self, steps=1, state_bytes=self.state_bytes + 2)
+        batch = tuple((self.steps * nbytes, layers) for nbytes, layers in self.batch)
+        return dataclasses.replace(self, steps=1, state_bytes=self.state_bytes + 2, batch=batch)
 
     def time_of(self, timeline: Timeline, choice: Choice) -> float:
         """Returns the time of a step; each one of several is followed by its update."""

@@ -35,8 +35,8 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
     Raises:
         TypeError: `step` is not a function.
         ValueError: `steps` is negative, or no integer; the first argument is no such tuple, or its
-            versions differ in more than the values of arrays; or the step has no loop of
-            microbatches, or one whose operands are computed with effects.
+            versions, or the first result, differ in more than the values of arrays; or the step
+            has no loop of microbatches, or one whose operands are computed with effects.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
