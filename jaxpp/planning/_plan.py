@@ -64,7 +64,9 @@ class Plan(Candidate, _files.Saved):
     def cuts(self) -> UnitCuts:
         """The cuts, for `split_stages(at=)`."""
         own = self.problem.profiles[self.microbatches]
-        return UnitCuts(own.crossing, own.at_least, tuple(itertools.accumulate(self.units[:-1])))
+        firsts = tuple(itertools.accumulate(self.units[:-1]))
+        names = tuple(own.names[first] for first in firsts) if own.names else ()
+        return UnitCuts(own.crossing, own.at_least, firsts, names)
 
     @property
     def gap(self) -> float:
@@ -144,7 +146,7 @@ class Plan(Candidate, _files.Saved):
             f"{self.schedule}, {self.microbatches} microbatches{several}: {self.seconds:.4g} s, "
             f"bubble {self.bubble:.1%}; any cut and schedule takes at least {self.lower_bound:.4g} "
             f"s, a gap of {self.gap:.1%}",
-            f"units of each stage: {', '.join(map(str, self.units))}",
+            f"units of each stage: {', '.join(map(str, self.units))}; {self.cuts}",
         ]
         limit = self.problem.memory_limit
         within = "without a limit" if limit == math.inf else f"of {format_bytes(limit)}"

@@ -61,6 +61,7 @@ class Profile(UnitCosts, _files.Saved):
         inputs: the units that each unit reads; empty where each reads the one before.
         batch: for each argument that is sliced, its bytes in a microbatch, and the units that read
             it.
+        names: the module or scope that each unit is; empty for another one.
         busy: the share of this machine's cores that tasks kept busy, each alone; 0 where they were
             not measured on a CPU.
 
@@ -91,6 +92,7 @@ class Profile(UnitCosts, _files.Saved):
     copy: tuple[float, ...] = ()
     inputs: tuple[tuple[int, ...], ...] = ()
     batch: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    names: tuple[str, ...] = ()
     busy: float = 0.0
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class Profile(UnitCosts, _files.Saved):
             )
         for field in dataclasses.fields(self):
             numbers = getattr(self, field.name)
-            is_list = isinstance(numbers, tuple) and field.name not in ("inputs", "batch")
+            is_list = isinstance(numbers, tuple) and field.name not in ("inputs", "batch", "names")
             for n, number in enumerate(numbers if is_list else ()):
                 if not 0 <= number < math.inf:
                     raise ValueError(
@@ -273,6 +275,7 @@ def _profiled(finest: Finest, at_least: int, grad_fn: Any, bench: "_Bench") -> P
             (array_bytes(a.aval, a.spec, sizes) / MICROBATCHES, tuple(sorted(a.stages)))
             for a in step.bundle.arguments if a.role is Role.BATCH
         ),
+        names=finest.names,
         busy=busy,
     )  # fmt: skip
 
