@@ -118,7 +118,7 @@ def alone(plan: jaxpp.Plan) -> tuple[float, float]:
 
 def limited(free: jaxpp.Plan) -> jaxpp.Plan:
     """The plan for less memory than windows alone need, or offload and recomputation alone."""
-    limit = 0.95 * min(alone(free))
+    limit = 0.97 * min(alone(free))
     return solve(dataclasses.replace(free.problem, memory_limit=limit))
 
 

@@ -1,10 +1,14 @@
-"""Warnings at the line of the user, errors of extras that are missing, tables in notebooks."""
+"""Warnings at the line of the user, errors of extras and arguments, tables in notebooks."""
 
+import difflib
 import html
 import importlib.util
+import inspect
+import math
+import numbers
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 #: The packages whose functions lie between the user's line and the place that warns.
@@ -59,6 +63,54 @@ def need(extra: str, purpose: str, *modules: str) -> None:
             f"`{extra}`: pip install 'jaxpp[{extra}]'.",
             name=missing[0],
         )
+
+
+#: What a number may have to be, and the test of it.
+_NUMBERS: Mapping[str, Callable[[Any], bool]] = {
+    "an integer": lambda x: isinstance(x, numbers.Integral),
+    "an integer of at least 0": lambda x: isinstance(x, numbers.Integral) and x >= 0,
+    "an integer of at least 1": lambda x: isinstance(x, numbers.Integral) and x >= 1,
+    "a number": lambda x: x == x,
+    "a number of at least 0": lambda x: x >= 0,
+    "a finite number of at least 0": lambda x: 0 <= x < math.inf,
+    "a positive number": lambda x: x > 0,
+    "a share from 0 to 0.5": lambda x: 0 <= x <= 0.5,
+}
+
+
+def check_number(call: str, name: str, value: Any, kind: str) -> None:
+    """Checks that an argument is a number of a kind.
+
+    Args:
+        call: what was called, for the error.
+        name: the name of the argument.
+        value: what was given.
+        kind: what it has to be, one of `_NUMBERS`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not _NUMBERS[kind](value):
+        raise ValueError(f"{call}: {name} is {kind}, got {value!r}; give one.")
+
+
+def check_options(call: Callable[..., Any], given: Iterable[str], options: Any) -> None:
+    """Checks that a call has the options that it was given.
+
+    Args:
+        call: the function that was called.
+        given: their names.
+        options: the `TypedDict` of all that it has.
+
+    Raises:
+        TypeError: it lacks one of them.
+    """
+    known = [*options.__annotations__]
+    for name in (name for name in given if name not in known):
+        near = difflib.get_close_matches(name, [*inspect.signature(call).parameters, *known], 1)
+        hint = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}."
+        raise TypeError(f"{call.__name__} has no option {name!r}; {hint}")
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:

@@ -64,6 +64,11 @@ def gradient(
         microbatches: their number.
         in_axes: as for `axes_of_leaves`.
     """
+    if not any(map(eqx.is_inexact_array, jax.tree.leaves(args[:1]))):
+        raise ValueError(
+            f"profile: the first argument has the parameters, and there is no array of floats in "
+            f"{args[:1]!r}; give them first."
+        )
     has_aux = returns_aux(fun, args)
     tree = jtu.tree_structure(tuple(args))
     axes = tree.unflatten(axes_of_leaves(in_axes, args))

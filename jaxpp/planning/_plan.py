@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpp._messages import check_number, check_options
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._loss import map_sliced
@@ -21,7 +22,7 @@ from jaxpp.planning._profile import Profile, profile
 from jaxpp.planning.search import Options
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.runtime.trace import Trace
-from jaxpp.schedules import Costs, Kind, Timeline
+from jaxpp.schedules import Costs, Kind, Timeline, by_name
 from jaxpp.transforms.stages import UnitCuts
 
 #: How many of the other candidates a plan prints.
@@ -53,7 +54,7 @@ class Plan(Candidate, _files.Saved):
     """
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 8
+    VERSION: ClassVar[int] = 9
 
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
     lower_bound: float = 0.0
@@ -63,12 +64,14 @@ class Plan(Candidate, _files.Saved):
     def cuts(self) -> UnitCuts:
         """The cuts, for `split_stages(at=)`."""
         own = self.problem.profiles[self.microbatches]
-        return UnitCuts(own.crossing, own.at_least, tuple(itertools.accumulate(self.units[:-1])))
+        firsts = tuple(itertools.accumulate(self.units[:-1]))
+        names = tuple(own.names[first] for first in firsts) if own.names else ()
+        return UnitCuts(own.crossing, own.at_least, firsts, names)
 
     @property
     def gap(self) -> float:
         """The most by which the plan may be slower than the best one, over the lower bound."""
-        return self.seconds / self.lower_bound - 1
+        return self.seconds / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
     def costs(self) -> Costs:
@@ -95,22 +98,24 @@ class Plan(Candidate, _files.Saved):
             The new plan; it may have the same cuts.
 
         Raises:
-            ValueError: a cost is missing, negative or not finite.
+            ValueError: a cost is missing, negative or not finite; or nothing fits with these costs,
+                nor does the plan.
         """
         table = self.order.table_for_ranks(self.problem.ranks, self.microbatches)
         planned, speed = self.costs, []
         measured, timeline = costs_found(costs)
         factors = _factors_of_ranks(timeline, table.num_ranks)
         for rank, order in enumerate(table.ranks):
-            taken, own = 0.0, [task for task in order if task.kind.lane == "compute"]
+            taken, own = [], [task for task in order if task.kind.lane == "compute"]
             for task in own:
                 if planned.of(task) > 0 and not measured.of(task) > 0:
                     raise ValueError(
                         f"Plan.again: {task.describe()} takes no time by these costs; give those "
                         f"of a step of this plan: a trace of it, or jaxpp.measure(step, *args)."
                     )
-                taken += measured.of(task) * factors.get((rank, task.kind, task.stage), 1.0)
-            speed.append(sum(map(planned.of, own)) / taken)
+                taken.append(measured.of(task) * factors.get((rank, task.kind, task.stage), 1.0))
+            # Rounding is no change of speed: where tasks end together, it could part them.
+            speed.append(round(math.fsum(map(planned.of, own)) / math.fsum(taken), 9))
         changed: dict[str, Any] = {
             name: link
             for name, link in (("latency", measured.latency), ("bandwidth", measured.bandwidth))
@@ -120,13 +125,19 @@ class Plan(Candidate, _files.Saved):
         found = self.problem.profiles[count]
         copied = [task for order in table.ranks for task in order if task.kind.lane == "copy"]
         before, after = (sum(map(own.of, copied)) for own in (planned, measured))
-        if before and after:
-            longer = tuple(after / before * own for own in found.copy)
-            found = dataclasses.replace(found, copy=longer)
+        longer = after / before if before and after else 1.0
+        copy = tuple(longer * own for own in found.copy)
+        found = dataclasses.replace(found, copy=copy)
         problem = dataclasses.replace(
             self.problem, profiles={count: found}, speed=tuple(speed), **changed
         )
-        return solve(problem, self)
+        try:
+            return solve(problem, self)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} The plan itself no longer fits: copies to the host take {longer:.3g} "
+                f"times as long as planned, and ranks have the speeds {speed}."
+            ) from None
 
     def __str__(self) -> str:
         steps = self.problem.steps
@@ -135,7 +146,7 @@ class Plan(Candidate, _files.Saved):
             f"{self.schedule}, {self.microbatches} microbatches{several}: {self.seconds:.4g} s, "
             f"bubble {self.bubble:.1%}; any cut and schedule takes at least {self.lower_bound:.4g} "
             f"s, a gap of {self.gap:.1%}",
-            f"units of each stage: {', '.join(map(str, self.units))}",
+            f"units of each stage: {', '.join(map(str, self.units))}; {self.cuts}",
         ]
         limit = self.problem.memory_limit
         within = "without a limit" if limit == math.inf else f"of {format_bytes(limit)}"
@@ -240,9 +251,18 @@ def plan(
         >>> sum(jaxpp.plan(loss, *args, ranks=2, microbatches=4, tries=9, **options).units)
         2
     """
-    counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
-    if not counts or not set(schedules) - {*MADE}:
-        raise ValueError("plan: give one number of microbatches at least, and a schedule by name.")
+    check_options(plan, options, PlanOptions)
+    given = microbatches if isinstance(microbatches, Iterable) else [microbatches]
+    counts = [*dict.fromkeys(given)]
+    for count in counts:
+        check_number("plan", "a number of microbatches", count, "an integer of at least 1")
+    if not counts or isinstance(schedules, str) or not {*schedules} - {*MADE}:
+        raise ValueError(
+            f"plan: give one number of microbatches at least, and a list of schedules by name that "
+            f"has more than {' and '.join(MADE)}; got {microbatches!r} and {schedules!r}."
+        )
+    for name in {*schedules} - {*MADE}:
+        by_name(name)
     how: dict[str, Any] = {name: own for name, own in options.items() if name in _OF_PROFILE}
     machine: dict[str, Any] = {name: own for name, own in options.items() if name not in how}
     device, replicas = how.get("device"), machine.get("replicas", 1)
@@ -257,16 +277,12 @@ def plan(
 
 
 def solve(problem: Problem, known: Candidate | None = None) -> Plan:
-    """Makes a plan of the fastest candidate of a problem, or of a table that is known and as fast.
+    """Makes a plan of the fastest candidate of a problem; one that is known is among them.
 
     Raises:
         ValueError: nothing fits, or no schedule can be made.
     """
-    best, *others = problem.candidates()
-    if known is not None and known.choice and known.table:
-        kept = problem.timed(known.schedule, known.microbatches, known.choice, known.table)
-        if kept.seconds <= best.seconds:
-            best = kept
+    best, *others = problem.candidates(known)
     reasons = [
         c.reason or f"{c.seconds / best.seconds - 1:.1%} slower, bubble {c.bubble:.1%}"
         for c in others
@@ -298,9 +314,6 @@ def _factors_of_ranks(
 
 def _one_microbatch(args: Sequence[Any], number: int, replicas: int, in_axes: Any) -> list[Any]:
     """Takes the first microbatch of the arguments."""
-    for name, own in (("microbatches", number), ("replicas", replicas)):
-        if own < 1:
-            raise ValueError(f"plan: a number of {name} is at least 1, got {own}.")
     count, each = number * replicas, f" of {replicas} replicas each" if replicas > 1 else ""
 
     def first(x: Any, axis: int) -> Any:

@@ -135,13 +135,24 @@ class Problem(Ranks):
             for count, profile in self.profiles.items()
         }
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, known: Candidate | None = None) -> list[Candidate]:
         """Returns the best candidate of each schedule and number of microbatches, fastest first.
+
+        Args:
+            known: a candidate of an earlier problem, which is one of these, and the first of
+                those that are as fast.
 
         Raises:
             ValueError: nothing fits, or no schedule can be made.
         """
         found, starts, least = [], [], math.inf
+        if known is not None and known.choice:
+            if known.table:
+                made = known.schedule, known.microbatches, known.choice, known.table
+                found.append(self.timed(*made))
+            else:
+                cutter = self.cutter(known.microbatches, by_name(known.schedule))
+                found.append(_candidate(known.schedule, cutter, known.choice))
         for count in self.profiles:
             for name in self.schedules:
                 if name not in MADE:
@@ -156,14 +167,14 @@ class Problem(Ranks):
                 choice = cutter.improve(choice)
             found.append(_candidate(name, cutter, cutter.even_if_as_fast(choice)))
             least = min(least, found[-1].seconds)
-        found.sort(key=_rank_of)
-        if found[0].seconds == math.inf:
-            raise ValueError(self._why_nothing_fits(found))
         if SYNTHESIZED in self.schedules:
             found += self._synthesized(found)
         if SEARCHED in self.schedules:
             found += self._searched(min(found, key=_rank_of))
-        return sorted(found, key=_rank_of)
+        found = sorted(dict.fromkeys(found), key=_rank_of)
+        if found[0].seconds == math.inf:
+            raise ValueError(self._why_nothing_fits(found))
+        return found
 
     def lower_bound(self, microbatches: int) -> float:
         """Returns a time that no cut and no order of tasks beats, with so many microbatches."""

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from jaxpp._compat import PINNED_HOST
+from jaxpp._messages import check_number
 from jaxpp._program import Role, Run
 from jaxpp._specs import Spec
 from jaxpp.planning import _files
@@ -58,6 +59,9 @@ class Profile(UnitCosts, _files.Saved):
         copy: the time in which what each unit keeps goes to the memory of the host, or back; empty
             where the device has no such memory, or nobody knows.
         inputs: the units that each unit reads; empty where each reads the one before.
+        batch: for each argument that is sliced, its bytes in a microbatch, and the units that read
+            it.
+        names: the module or scope that each unit is; empty for another one.
         busy: the share of this machine's cores that tasks kept busy, each alone; 0 where they were
             not measured on a CPU.
 
@@ -75,7 +79,7 @@ class Profile(UnitCosts, _files.Saved):
     """
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -87,6 +91,8 @@ class Profile(UnitCosts, _files.Saved):
     memory_bandwidth: float = math.inf
     copy: tuple[float, ...] = ()
     inputs: tuple[tuple[int, ...], ...] = ()
+    batch: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    names: tuple[str, ...] = ()
     busy: float = 0.0
 
     def __post_init__(self) -> None:
@@ -97,7 +103,7 @@ class Profile(UnitCosts, _files.Saved):
             )
         for field in dataclasses.fields(self):
             numbers = getattr(self, field.name)
-            is_list = isinstance(numbers, tuple) and field.name != "inputs"
+            is_list = isinstance(numbers, tuple) and field.name not in ("inputs", "batch", "names")
             for n, number in enumerate(numbers if is_list else ()):
                 if not 0 <= number < math.inf:
                     raise ValueError(
@@ -132,7 +138,9 @@ class Profile(UnitCosts, _files.Saved):
         )  # fmt: skip
         if options.get("memory_bandwidth", math.inf) == math.inf:
             options["memory_bandwidth"] = self.memory_bandwidth
-        return Setting(layers, ranks, microbatches, is_fed=True, unit="s", **options)
+        return Setting(
+            layers, ranks, microbatches, is_fed=True, unit="s", batch=self.batch, **options
+        )
 
     def within(
         self,
@@ -209,23 +217,30 @@ def profile(
         >>> all(time > 0 for time in found.forward)
         True
     """
-    if repeats < 1:
-        raise ValueError(f"profile needs repeats of at least 1, got {repeats}.")
+    for name, value in (("at_least", at_least), ("repeats", repeats)):
+        check_number("profile", name, value, "an integer of at least 1")
+    figures, mesh = _place_to_measure(device)
     finest = Finest()
     staged = wrap_forward(split_stages(fun, at_least, balance=finest), policy=policy)
     grad_fn = gradient(staged, args, MICROBATCHES, in_axes)  # this cuts, and notes where
-    figures = device_of(device) if isinstance(device, Device | str) else None
-    if figures is not None or device is None:
-        device = jax.devices()[0]
-    mesh = device if isinstance(device, MpmdMesh) else MpmdMesh((1,), devices=[device])
-    if mesh.num_ranks > 1:
-        raise ValueError(
-            f"profile: each unit is measured alone, on one rank, and {mesh!r} has {mesh.num_ranks} "
-            f"ranks; give one of a single rank, jaxpp.MpmdMesh((1, ...), ('mpmd', ...))."
-        )
     several = map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
     bench = _Bench(mesh, in_specs, several, figures, repeats)
     return _profiled(finest, at_least, grad_fn, bench)
+
+
+def _place_to_measure(device: Any) -> tuple[Device | None, MpmdMesh]:
+    """Finds the figures that count instead of a measurement, and the mesh of one rank."""
+    if device is None or isinstance(device, Device | str):
+        figures = None if device is None else device_of(device)
+        return figures, MpmdMesh((1,), devices=jax.devices()[:1])
+    mesh = MpmdMesh((1,), devices=[device]) if isinstance(device, jax.Device) else device
+    if not isinstance(mesh, MpmdMesh) or mesh.num_ranks > 1:
+        raise ValueError(
+            f"profile: each unit is measured alone, on one rank; device is a jax.Device, a "
+            f"jaxpp.Device or the name of one, or a mesh of a single rank, jaxpp.MpmdMesh((1, "
+            f"...), ('mpmd', ...)), got {device!r}."
+        )
+    return None, mesh
 
 
 def _profiled(finest: Finest, at_least: int, grad_fn: Any, bench: "_Bench") -> Profile:
@@ -256,6 +271,11 @@ def _profiled(finest: Finest, at_least: int, grad_fn: Any, bench: "_Bench") -> P
         memory_bandwidth=bench.memory_bandwidth(),
         copy=bench.copies(kept),
         inputs=() if reads == tuple((n - 1,) if n else () for n in range(count)) else reads,
+        batch=tuple(
+            (array_bytes(a.aval, a.spec, sizes) / MICROBATCHES, tuple(sorted(a.stages)))
+            for a in step.bundle.arguments if a.role is Role.BATCH
+        ),
+        names=finest.names,
         busy=busy,
     )  # fmt: skip
 

@@ -15,6 +15,9 @@ Cost = float | Sequence[float] | Callable[[Task], float]
 #: A number for all pairs of ranks, or a function of the rank that sends and the one that receives.
 Link = float | Callable[[int, int], float]
 
+#: A cost is less than this, so that sums of many are numbers, too.
+_LARGEST = 1e100
+
 _Model = TypeVar("_Model", "Costs", "Memory")
 
 
@@ -417,9 +420,9 @@ def _evaluate(cost: Cost, task: Task, name: str = "") -> float:
             f"{name or 'the memory'} has {len(cost)} numbers, one for each stage, but there is a "
             f"task {task.describe()}; give a number for each stage."
         )
-    if not math.isfinite(value) or (name and value < 0):
+    if not abs(value) < _LARGEST or (name and value < 0):
         raise ValueError(
             f"{name or 'the memory'} of {task.describe()} is {value}; a cost is a finite number"
-            f"{' of at least 0' if name else ''}."
+            f"{' of at least 0' if name else ''}, and less than {_LARGEST:g}."
         )
     return value

@@ -236,8 +236,8 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan, path = planned(profile_of(UNEVEN)), tmp_path / "plan.json"
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
-    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 8"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 8}))
+    with pytest.raises(ValueError, match="is a plan of version 8, and this jaxpp reads version 9"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):
@@ -414,13 +414,13 @@ def test_what_a_plan_predicts_is_what_predict_makes_of_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(limit=0.0), "the memory_limit is a positive number, got 0.0"),
-        (dict(state_bytes=math.nan), "state_bytes is finite and not negative, got nan"),
+        (dict(limit=0.0), "memory_limit is a positive number, got 0.0"),
+        (dict(state_bytes=math.nan), "state_bytes is a finite number of at least 0, got nan"),
         (dict(speed=(1.0,)), "one for each rank, got 1 for 4 ranks"),
-        (dict(speed=(1.0, 0.0, 1.0, 1.0)), "the speed of rank 1 is a positive number, got 0.0"),
+        (dict(speed=(1.0, 0.0, 1.0, 1.0)), "speed of rank 1 is a positive number, got 0.0"),
     ],
 )
-def test_bad_numbers_are_named(options, message):
+def test_bad_numbers_of_a_problem_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         planned(profile_of(UNEVEN), **options)
 
@@ -428,14 +428,97 @@ def test_bad_numbers_are_named(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
-        (dict(bandwidth=0.0), "the bandwidth is a positive number, got 0.0"),
+        (dict(latency=-1.0), "latency is a finite number of at least 0, got -1.0"),
+        (dict(bandwidth=0.0), "bandwidth is a positive number, got 0.0"),
         (dict(overhead=0.6), "overhead is a share from 0 to 0.5, got 0.6"),
+        (dict(microbatches=2.0), "microbatches is an integer of at least 1, got 2.0"),
+        (dict(microbatches=()), r"give one number of microbatches .* got \(\)"),
+        (dict(tries="x"), "tries is an integer of at least 1, got 'x'"),
+        (dict(schedules="1f1b"), "a list of schedules by name .* got 2 and '1f1b'"),
+        (dict(schedules=[OneFOneB()]), r"a schedule is named by text, .* got OneFOneB\(\)"),
+        (dict(device=3), "device is a jax.Device, a jaxpp.Device or the name of one, .* got 3"),
+        (dict(at_least="x"), "at_least is an integer of at least 1, got 'x'"),
     ],
 )
-def test_bad_links_are_named(options, message):
+def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        jaxpp.plan(jnp.sum, jnp.ones(2), ranks=2, microbatches=2, **options)
+        jaxpp.plan(jnp.sum, jnp.ones(2), **{"ranks": 2, "microbatches": 2, **options})
+
+
+def test_an_option_that_there_is_not_is_named():
+    with pytest.raises(TypeError, match="plan has no option 'trys'; did you mean tries=?"):
+        jaxpp.plan(jnp.sum, jnp.ones(2), ranks=2, microbatches=2, trys=9)  # pyright: ignore
+
+
+@pytest.mark.parametrize(("name", "share"), [("1f1b", 1.0), ("1f1b", 0.8), ("interleaved_1f1b", 1)])
+def test_a_plans_bytes_are_those_of_its_step(name, share):
+    """With its batch, as it is given and in microbatches, and with messages that wait."""
+
+    def loss_fn(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    weights, x = list(jax.random.normal(jax.random.key(0), (8, 32, 32)) / 6), jnp.ones((256, 32))
+    device = jaxpp.Device(1e9, 1e9)
+    options: Any = dict(ranks=2, microbatches=8, schedules=[name], at_least=8, device=device)
+    plan = jaxpp.plan(loss_fn, weights, x, state_bytes=2.0, **options)
+    if share < 1:
+        plan = solve(dataclasses.replace(plan.problem, memory_limit=share * max(plan.peak_bytes)))
+        assert "R" in plan.activations
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=plan.cuts))
+    grad_fn = jaxpp.schedule(jaxpp.microbatch(jax.grad(staged), 8), plan.order)
+
+    def train_step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grad_fn(weights, x))
+
+    step = jaxpp.place(train_step, jaxpp.MpmdMesh((2,)), donate_argnums=0)
+    peaks = jaxpp.predict(step, weights, x, costs=device).peaks
+    assert plan.peak_bytes == pytest.approx([peak.total for peak in peaks], rel=0.1)
+
+
+def test_a_plan_fits_into_the_memory_that_it_needs():
+    """Its table may be made, and need less than any of the catalogue."""
+
+    def loss_fn(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    weights = [jnp.ones(size) for size in itertools.pairwise((8, 8, 16, 8, 32))]
+    options: Any = dict(ranks=4, schedules=["1f1b", "synthesized"], device=jaxpp.Device(1e9, 1e9))
+    plan = jaxpp.plan(loss_fn, weights, jnp.ones((256, 8)), microbatches=8, at_least=4, **options)
+    problem, low, high = plan.problem, 0.0, max(plan.peak_bytes)
+    for _ in range(7):
+        limit = (low + high) / 2
+        try:
+            plan, high = solve(dataclasses.replace(problem, memory_limit=limit)), limit
+        except ValueError:
+            low = limit
+    plan = solve(dataclasses.replace(problem, memory_limit=max(plan.peak_bytes)))
+    assert plan.again(plan.costs).seconds == plan.seconds
+    less = dataclasses.replace(problem, memory_limit=1.0)
+    with pytest.raises(ValueError, match=r"nothing fits .* no longer fits: copies .* take 1 times"):
+        dataclasses.replace(plan, problem=less).again(plan.costs)
+
+
+def test_the_marks_of_a_function_do_not_count_for_a_plan_of_it():
+    def loss_fn(weights, x, mark=lambda x: x):
+        for w in weights:
+            x = mark(jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    def marked(weights, x):
+        return loss_fn(weights, x, jaxpp.pipeline_enter_stage)
+
+    args = list(jax.random.normal(jax.random.key(0), (6, 8, 8)) / 2), jnp.ones((16, 8))
+    options: Any = dict(ranks=2, microbatches=4, schedules=["1f1b"], at_least=6, device="h100")
+    plan, plain = (jaxpp.plan(own, *args, **options) for own in (marked, loss_fn))
+    assert plan == plain and plan.units == (3, 3) and str(plan.cuts) == "cuts before unit 3"
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(marked, at=plan.cuts)))
+    grad_fn = jaxpp.schedule(jaxpp.microbatch(grad_fn, 4), plan.order)
+    found = jaxpp.place(grad_fn, jaxpp.MpmdMesh((2,)))(*args)
+    assert_close(jaxpp.gather(found), jax.value_and_grad(loss_fn)(*args))
 
 
 def test_bad_costs_are_named():

@@ -132,6 +132,12 @@ def test_the_cut_is_balanced_by_what_was_measured(model, found):
     assert_close((loss, grads), eqx.filter_value_and_grad(loss_fn)(model, tokens()))
 
 
+def test_units_have_the_names_of_their_layers(found):
+    blocks = [name for name in found.names if name]
+    assert blocks == [f"blocks.{n}" for n in range(len(blocks))] and len(blocks) > 3
+    assert found.names[-1] == "" and len(found.names) == len(found.forward)
+
+
 def test_a_profile_is_saved_and_loaded(found, tmp_path):
     found.save(tmp_path / "profile.json")
     assert jaxpp.Profile.load(tmp_path / "profile.json") == found
@@ -233,7 +239,7 @@ def test_a_function_without_layers_is_cut_into_equal_parts():
 
     found = jaxpp.profile(deep, jnp.eye(8), jnp.ones((4, 8)), at_least=5, repeats=1)
     assert len(found.costs) == 5 and isinstance(found, UnitCosts)
-    with pytest.raises(ValueError, match="repeats of at least 1"):
+    with pytest.raises(ValueError, match="repeats is an integer of at least 1, got 0"):
         jaxpp.profile(deep, jnp.eye(8), jnp.ones((4, 8)), repeats=0)
 
 
@@ -298,6 +304,11 @@ def test_a_function_that_is_no_loss_is_an_error(result):
         jaxpp.profile(lambda w, x: result(x @ w[0]), WEIGHTS, ROWS, repeats=1)
 
 
+def test_a_function_without_parameters_is_an_error():
+    with pytest.raises(ValueError, match=r"no array of floats in \(\[\],\); give them first"):
+        jaxpp.profile(deep_loss, [], ROWS, device="h100")
+
+
 def test_bytes_are_those_of_a_device_where_a_rank_has_several():
     options: Any = dict(at_least=4, repeats=1)
     mesh = jaxpp.MpmdMesh((1, 2), ("mpmd", "model"))
@@ -306,7 +317,7 @@ def test_bytes_are_those_of_a_device_where_a_rank_has_several():
     split = jaxpp.profile(deep_loss, WEIGHTS, ROWS, device=mesh, in_specs=specs, **options)
     assert [2 * n for n in split.parameter_bytes] == list(whole.parameter_bytes)
     assert sum(split.activation_bytes) < sum(whole.activation_bytes)
-    with pytest.raises(ValueError, match="has 2 ranks"):
+    with pytest.raises(ValueError, match="of a single rank"):
         jaxpp.profile(deep_loss, WEIGHTS, ROWS, device=jaxpp.MpmdMesh((2,)), **options)
 
 

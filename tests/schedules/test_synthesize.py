@@ -349,12 +349,28 @@ def test_a_limit_that_one_microbatch_breaks_is_an_error():
         ({"memory_limit": [1.0]}, "1 numbers, but the placement has 2 ranks"),
         ({"num_microbatches": 0}, "at least 1"),
         ({"objective": "bubble"}, "'wall' or 'span'"),
+        ({"placement": (0.0, 1.0)}, "numbered from 0"),
+        ({"memory_limit": math.nan}, "memory_limit of rank 0 is a number, got nan"),
+        ({"memory_limit": [1.0, None]}, "memory_limit of rank 1 is a number, got None"),
+        ({"evaluations": -1}, "evaluations is an integer of at least 0, got -1"),
+        ({"seed": "x"}, "seed is an integer, got 'x'"),
+        ({"exact": math.nan}, "exact is a number of at least 0, got nan"),
+        ({"costs": Costs(1.7e308)}, r"is 1\.7e\+308; a cost is .* and less than 1e\+100"),
+        ({"stage_inputs": ((1,), (0,))}, r"stages \[0, 1, 0\] wait for each other in a circle"),
+        ({"stage_inputs": ((0,), (0,))}, r"stages \[0, 0\] wait for each other in a circle"),
+        ({"stage_inputs": ((),)}, "for each of the 2 stages the numbers of those"),
+        ({"stage_inputs": ((), (2,))}, "for each of the 2 stages the numbers of those"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
     given: Any = {"costs": Costs(), "placement": (0, 1), "num_microbatches": 2, **arguments}
     with pytest.raises(ValueError, match=message):
         synthesize(**given)
+
+
+def test_an_option_that_there_is_not_is_named():
+    with pytest.raises(TypeError, match="synthesize has no option 'evaluation'; did you mean eval"):
+        synthesize(Costs(), (0, 1), 2, evaluation=3)  # pyright: ignore[reportCallIssue]
 
 
 def test_the_exact_solver_says_what_to_install(monkeypatch):

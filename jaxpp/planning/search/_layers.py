@@ -3,7 +3,11 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
+
+#: A time, or a number of bytes, is less than this, so that sums of many are numbers, too.
+_LARGEST = 1e100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +52,16 @@ class Layers:
     inputs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            values = getattr(self, field.name)
+            if not isinstance(values, Iterable):
+                raise ValueError(
+                    f"Layers: {field.name} has a value for each layer, got {values!r}; give a list."
+                )
+            object.__setattr__(self, field.name, tuple(values))
         count = len(self.forward)
         for field in dataclasses.fields(self):
-            values = tuple(getattr(self, field.name))
-            object.__setattr__(self, field.name, values)
+            values = getattr(self, field.name)
             wanted = count - 1 if field.name == "crossing" else count
             if len(values) != wanted and (values or field.name == "forward"):
                 raise ValueError(
@@ -59,10 +69,10 @@ class Layers:
                     f"{wanted}, or none."
                 )
             for n, value in enumerate(values if field.name not in ("names", "inputs") else ()):
-                if not 0 <= value < math.inf:
+                if not (isinstance(value, numbers.Real) and 0 <= value < _LARGEST):
                     raise ValueError(
-                        f"Layers: {field.name} of layer {n} is {value}; times and bytes are finite "
-                        f"and not negative."
+                        f"Layers: {field.name} of layer {n} is {value!r}; times and bytes are "
+                        f"finite numbers, not negative, and less than {_LARGEST:g}."
                     )
         if wrong := [n for n, own in enumerate(self.inputs) if not {*own} <= {*range(n)}]:
             raise ValueError(

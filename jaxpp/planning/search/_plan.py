@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-import numbers
 import os
 import sys
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Unpack
 
+from jaxpp._messages import check_number, check_options
 from jaxpp.planning import _files
 from jaxpp.planning.search._bound import lower_bound
 from jaxpp.planning.search._layers import Layers
@@ -39,7 +39,7 @@ class LayersPlan(_files.Saved):
     """
 
     KIND: ClassVar[str] = "layers_plan"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     setting: Setting
     choice: Choice
@@ -86,7 +86,7 @@ class LayersPlan(_files.Saved):
     @property
     def gap(self) -> float:
         """The most by which the plan may be slower than the best one, over the lower bound."""
-        return self.time / self.lower_bound - 1
+        return self.time / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def proved(self, work: float = 30.0, **options: Any) -> "LayersPlan":
         """Proves with CP-SAT how much a better order of the tasks gains at this cut, at most.
@@ -208,6 +208,7 @@ def plan_layers(
         >>> plan.lower_bound <= plan.time < 65
         True
     """
+    check_options(plan_layers, options, Options)
     setting = Setting(layers, ranks, microbatches, **options)
     _check_search(setting, directions, tries, seed, time_limit)
     shown = sys.stderr.isatty() if progress is None else progress
@@ -238,22 +239,13 @@ def _why_none(setting: Setting) -> str:
 def _check_search(
     setting: Setting, directions: Sequence[int], tries: int, seed: int, time_limit: float
 ) -> None:
-    named = isinstance(directions, Collection) and directions and set(directions) <= {1, 2}
-    if not named or not isinstance(tries, numbers.Integral) or tries < 1:
+    if not isinstance(directions, Collection) or not 0 < len(directions) or {*directions} - {1, 2}:
         raise ValueError(
-            f"plan_layers: directions are 1, 2 or both, as (1, 2), and tries is an integer of at "
-            f"least 1, got {directions!r} and {tries!r}."
+            f"plan_layers: directions are 1, 2 or both, as (1, 2), got {directions!r}."
         )
-    if not isinstance(seed, numbers.Integral) or not time_limit > 0:
-        raise ValueError(
-            f"plan_layers: seed is an integer and time_limit a number of seconds above 0, got "
-            f"{seed!r} and {time_limit!r}."
-        )
-    if setting.steps > 1:
-        raise ValueError(
-            "plan_layers: the search is for a step alone; plan named schedules for several steps "
-            "in one program, jaxpp.plan(..., steps=)."
-        )
+    check_number("plan_layers", "tries", tries, "an integer of at least 1")
+    check_number("plan_layers", "seed", seed, "an integer")
+    check_number("plan_layers", "time_limit", time_limit, "a positive number")
     if setting.layers.count < setting.ranks:
         raise ValueError(
             f"plan_layers: {setting.ranks} ranks need as many layers, got {setting.layers.count}; "

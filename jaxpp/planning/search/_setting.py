@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import itertools
 import math
-import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
+from jaxpp._messages import check_number
 from jaxpp.planning.search._layers import Layers, sums
 from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, joined, simulate
 
@@ -17,7 +17,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         memory_limit: the bytes that a device of a rank has, for parameters, what goes with them,
-            activations, and what tasks need while they run; by default no limit.
+            activations, the batch, messages, and what tasks need while they run; by default no
+            limit. From costs alone, `plan_layers` counts no batch and no messages.
         state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their
             gradients and the optimizer's state. Adam has 4, or 5 for bfloat16 parameters, whose
             gradients add up in float32.
@@ -86,6 +87,16 @@ class Choice:
         return [stage for stage, own in enumerate(self.ways) if own == way]
 
 
+#: What the numbers of a plan have to be, those of all records of a machine.
+_NUMBERS = {
+    "an integer of at least 1": ("ranks", "microbatches", "replicas", "steps", "tries"),
+    "an integer": ("seed",),
+    "a positive number": ("memory_limit", "bandwidth", "reduction_bandwidth", "memory_bandwidth"),
+    "a finite number of at least 0": ("state_bytes", "latency"),
+    "a share from 0 to 0.5": ("overhead",),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The machine of a plan, and the steps of a program: see `jaxpp.planning.PlanOptions`.
@@ -107,29 +118,19 @@ class Ranks:
 
     def __post_init__(self) -> None:
         given, ranks = vars(self), vars(self)["ranks"]
-        for name in ("ranks", "microbatches", "replicas", "steps"):
-            if not isinstance(given.get(name, 1), numbers.Integral):
-                raise ValueError(f"plan: {name} is an integer, got {given[name]!r}; give one.")
+        for kind, names in _NUMBERS.items():
+            for name in (name for name in names if name in given):
+                check_number("plan", name, given[name], kind)
         speed = self.speed
-        speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
-        object.__setattr__(self, "speed", speeds)
-        names = ("ranks", "microbatches", "memory_limit", "bandwidth", "replicas",
-                 "reduction_bandwidth", "memory_bandwidth", "steps")  # fmt: skip
-        positive = {name: given[name] for name in names if name in given}
-        positive |= {f"speed of rank {rank}": own for rank, own in enumerate(speeds)}
-        for name, value in positive.items():
-            if not isinstance(value, numbers.Real) or not float(value) > 0:
-                raise ValueError(f"plan: the {name} is a positive number, got {value!r}; give one.")
-        for name in ("state_bytes", "latency"):
-            if not 0 <= given[name] < math.inf:
-                raise ValueError(f"plan: {name} is finite and not negative, got {given[name]!r}.")
+        speeds = tuple(speed) if isinstance(speed, Iterable) else (speed,) * ranks
+        for rank, own in enumerate(speeds):
+            check_number("plan", f"speed of rank {rank}", own, "a positive number")
+        object.__setattr__(self, "speed", tuple(map(float, speeds)))
         if self.zero not in (0, 1, 3) or (self.zero and self.steps > 1):
             raise ValueError(
                 f"plan: zero is 0, 1 or 3, and 0 for several steps in one program, got "
                 f"{self.zero!r} for {self.steps}; leave it out."
             )
-        if not 0 <= self.overhead <= 0.5:
-            raise ValueError(f"plan: overhead is a share from 0 to 0.5, got {self.overhead!r}.")
         if len(speeds) != ranks:
             raise ValueError(
                 f"plan: speed is one number or one for each rank, got {len(speeds)} for {ranks} "
@@ -159,6 +160,8 @@ class Setting(Ranks):
         is_fed: whether nobody reads the gradient of what a stage is fed that reads no other one, as
             the first: all of its backward is its weight gradient.
         unit: the unit of times, such as `"s"`.
+        batch: for each argument that is sliced, its bytes in a microbatch, and the layers that read
+            it. Where it is given, a rank holds its batch, and messages, beside activations.
     """
 
     layers: Layers
@@ -166,6 +169,7 @@ class Setting(Ranks):
     microbatches: int
     is_fed: bool = dataclasses.field(default=False, kw_only=True)
     unit: str = dataclasses.field(default="", kw_only=True)
+    batch: tuple[tuple[float, tuple[int, ...]], ...] = dataclasses.field(default=(), kw_only=True)
 
     @functools.cached_property
     def sums(self) -> dict[str, list[float]]:
@@ -273,7 +277,28 @@ class Setting(Ranks):
                 itertools.pairwise(choice.cuts), ranks, whole, strict=True
             ):
                 largest[rank] = max(largest[rank], by_each * own + max(temporary[a:b]))
-        return list(map(sum, zip(held, largest, strict=True)))
+        fed = self.fed(choice) if self.batch else [0.0] * self.ranks
+        return list(map(sum, zip(held, largest, fed, strict=True)))
+
+    def fed(self, choice: Choice) -> list[float]:
+        """Returns the bytes of each rank's batch, and of the messages that wait for its tasks.
+
+        A rank has its batch as it is given, and in microbatches. For each of its stages that reads
+        from another rank, or that another one reads, a message is read, and one more waits.
+        """
+        stage_of = [s for s, count in enumerate(choice.units) for _ in range(count)]
+        edges, graph = [*self.edges(choice), 0.0], self.graph(choice)
+        held = [0.0] * self.ranks
+        for ranks in choice.placement:
+            for nbytes, layers in self.batch:
+                for rank in {ranks[stage_of[layer]] for layer in layers}:
+                    held[rank] += 2 * self.microbatches * nbytes
+            for stage, sources in enumerate(graph):
+                for source in sources if self.batch else ():
+                    if ranks[source] != ranks[stage]:
+                        held[ranks[stage]] += 2 * edges[source]
+                        held[ranks[source]] += 2 * edges[source]
+        return held
 
     def windowed(self, choice: Choice) -> list[float]:
         """Returns the most that the windows of a choice may add to what each rank holds."""
@@ -374,7 +399,8 @@ class Setting(Ranks):
         """The setting of a step alone, with what ranks hold where several are in one program."""
         if self.steps == 1:
             return self
-        return dataclasses.replace(self, steps=1, state_bytes=self.state_bytes + 2)
+        batch = tuple((self.steps * nbytes, layers) for nbytes, layers in self.batch)
+        return dataclasses.replace(self, steps=1, state_bytes=self.state_bytes + 2, batch=batch)
 
     def time_of(self, timeline: Timeline, choice: Choice) -> float:
         """Returns the time of a step; each one of several is followed by its update."""

@@ -112,6 +112,11 @@ def by_name(name: str, **knobs: Any) -> Schedule:
 
 def _read(text: str) -> tuple[str, dict[str, Any]]:
     """Reads a name, and the knobs in parentheses behind it."""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"a schedule is named by text, such as '1f1b', got {text!r}; name one of your own by "
+            f"jaxpp.schedules.register, or as 'package.module:Class'."
+        )
     name, parenthesis, _ = text.partition("(")
     if not parenthesis:
         return name, {}

@@ -1,12 +1,16 @@
 """Finds a table for any placement, costs and memory, by a portfolio, and a lower bound."""
 
 import dataclasses
+import graphlib
+import itertools
 import math
+import numbers
 import time
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypedDict, TypeVar, Unpack
 
+from jaxpp._messages import check_number, check_options
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._check import check
 from jaxpp.schedules._costs import Costs, Memory
@@ -96,6 +100,15 @@ class SearchOptions(TypedDict, total=False):
     time_limit: float
 
 
+#: What the numbers of the options have to be.
+_NUMBERS = {
+    "evaluations": "an integer of at least 0",
+    "exact": "a number of at least 0",
+    "seed": "an integer",
+    "time_limit": "a number of at least 0",
+}
+
+
 def synthesize(
     costs: Costs,
     placement: Sequence[int] | Sequence[Sequence[int]],
@@ -143,12 +156,16 @@ def synthesize(
     >>> found.value, found.lower_bound, max(Memory().peaks(found.table))
     (30.0, 30.0, 4.0)
     """
+    check_options(synthesize, options, SearchOptions)
+    for name, value in options.items():
+        check_number("synthesize", name, value, _NUMBERS[name])
     placement = _directions(placement)
     _check_arguments(num_microbatches, len(placement), objective)
     return _Case(
         costs.by_stage(placement[0]), placement, num_microbatches,
         (memory or Memory()).by_stage(placement[0]),
-        _limits(memory_limit, max(map(max, placement)) + 1), objective, as_graph(stage_inputs),
+        _limits(memory_limit, max(map(max, placement)) + 1), objective,
+        _graph(stage_inputs, len(placement[0])),
         split_backward,
     ).synthesized(recompute, offload, options)  # fmt: skip
 
@@ -263,9 +280,10 @@ def _directions(
 ) -> tuple[tuple[int, ...], ...]:
     """Checks a placement; gives it for each direction."""
     given: typing.Any = tuple(placement)
-    given = (given,) if given and isinstance(given[0], int) else tuple(map(tuple, given))
-    ranks = {rank for own in given for rank in own}
-    if not ranks or ranks != set(range(max(ranks) + 1)):
+    given = tuple(map(tuple, given if given and isinstance(given[0], Iterable) else [given]))
+    ranks = {*itertools.chain(*given)}
+    integers = all(isinstance(rank, numbers.Integral) for rank in ranks)
+    if not ranks or not integers or ranks != set(range(max(ranks) + 1)):
         raise ValueError(
             f"placement has the rank of each stage, and ranks are numbered from 0 without gaps, "
             f"got {given}; renumber the ranks."
@@ -279,14 +297,38 @@ def _directions(
 
 
 def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> list[float]:
-    if isinstance(memory_limit, (int, float)):
-        return [float(memory_limit)] * num_ranks
-    if len(memory_limit) != num_ranks:
+    each = memory_limit if isinstance(memory_limit, Iterable) else [memory_limit] * num_ranks
+    limits = [*each]
+    if len(limits) != num_ranks:
         raise ValueError(
-            f"memory_limit has {len(memory_limit)} numbers, but the placement has {num_ranks} "
-            f"ranks; give a number for each, or one for all."
+            f"memory_limit has {len(limits)} numbers, but the placement has {num_ranks} ranks; "
+            f"give a number for each, or one for all."
         )
-    return [float(limit) for limit in memory_limit]
+    for rank, limit in enumerate(limits):
+        check_number("synthesize", f"memory_limit of rank {rank}", limit, "a number")
+    return [*map(float, limits)]
+
+
+def _graph(
+    stage_inputs: Sequence[Sequence[int]] | None, num_stages: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Checks that stages read from stages, and none from itself by way of others."""
+    if stage_inputs is None:
+        return None
+    given = tuple(map(tuple, stage_inputs))
+    if len(given) != num_stages or {*itertools.chain(*given)} - {*range(num_stages)}:
+        raise ValueError(
+            f"stage_inputs has for each of the {num_stages} stages the numbers of those that it "
+            f"reads from, got {given}; give () for one that reads from none."
+        )
+    try:
+        graphlib.TopologicalSorter(dict(enumerate(given))).prepare()
+    except graphlib.CycleError as error:
+        raise ValueError(
+            f"stage_inputs: no stage waits for itself, and stages {error.args[1]} wait for each "
+            f"other in a circle; correct {given}."
+        ) from None
+    return as_graph(given)
 
 
 def _check_arguments(num_microbatches: int, directions: int, objective: str) -> None:

@@ -22,9 +22,10 @@ from jaxpp.transforms.stages import _balance, _calls, _cuts, _modules, _stages, 
 
 
 class Finest:
-    """In the place of a cost: every unit is a stage. Notes the bytes that cross between them."""
+    """In the place of a cost: every unit is a stage. Notes the bytes between them, and names."""
 
     crossing: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +80,20 @@ class UnitCuts(Units):
         crossing: the bytes that cross from each unit, but the last, to those behind it.
         at_least: the number of units that was asked for when the function was cut.
         firsts: the first unit of each stage but the first.
+        names: the names of these units, the modules or scopes that they are; empty for the others.
+
+    Example:
+        >>> print(UnitCuts((8.0, 8.0), 3, (1, 2), ("blocks.1", "")))
+        cuts before unit 1 (blocks.1), unit 2
     """
 
     firsts: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        pairs = itertools.zip_longest(self.firsts, self.names, fillvalue="")
+        shown = (f"unit {first}" + f" ({name})" * bool(name) for first, name in pairs)
+        return f"cuts before {', '.join(shown)}" if self.firsts else "no cuts"
 
     def choose(self, num_stages: int) -> Sequence[int]:
         """Returns the cuts."""
@@ -324,6 +336,8 @@ class _Costs:
             return [cuts[first - 1] for first in balance.choose(self.num_stages)]
         cuts = _between_units(units, crossing, self.num_stages)
         balance.crossing = tuple(crossing[cut] for cut in cuts)
+        names = {unit.first: unit.name for unit in units}
+        balance.names = tuple(names.get(cut, "") for cut in (0, *cuts))
         return cuts
 
     def is_slower(self, cuts: Sequence[int], others: Sequence[int]) -> bool:

@@ -62,7 +62,7 @@ def split_stages(
             (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
             `blocks.2`, `blocks[2]` and, for scopes, `blocks/2` are the same; they may also name a
             layer of stacked modules `blocks`, or of the scan under the scope `blocks`. Or the cuts
-            of a plan, `jaxpp.plan(...).cuts`.
+            of a plan, `jaxpp.plan(...).cuts`. Marks in `fun` then do not count.
         balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
             `jax.extend.core.JaxprEqn`. With `"layers"` each stage gets the same number of layers,
             and the last stages the remainder: 6 layers in 4 stages are 1, 1, 2 and 2. A result of
@@ -119,6 +119,9 @@ def split_stages(
         named = modules or units or ()
         watchers = [_calls.scoping_nnx(), _calls.scoping(named, layers, marks=modules is not None)]
         traced = jaxprs.trace(_calls.watched(fun, watchers), args, kwargs)
+        if isinstance(balance, _cut_balanced.Finest | _cut_balanced.UnitCuts):  # marks do not count
+            unmarked = _marks.replace_marks(traced.jaxpr, lambda _: None)
+            traced = dataclasses.replace(traced, jaxpr=unmarked)
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
             stages = _stages.read_stages(_calls.named(traced.jaxpr))
         else:

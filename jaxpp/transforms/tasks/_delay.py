@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 
 from jaxpp import _compat, jaxprs
+from jaxpp._messages import check_number
 from jaxpp.jaxprs import Eqn, Var
 from jaxpp.transforms.tasks._loop import is_loop
 from jaxpp.transforms.tasks._schedule import is_microbatch_loop
@@ -34,8 +35,8 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
     Raises:
         TypeError: `step` is not a function.
         ValueError: `steps` is negative, or no integer; the first argument is no such tuple, or its
-            versions differ in more than the values of arrays; or the step has no loop of
-            microbatches, or one whose operands are computed with effects.
+            versions, or the first result, differ in more than the values of arrays; or the step
+            has no loop of microbatches, or one whose operands are computed with effects.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -48,8 +49,7 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
     """
     if not callable(step):
         raise TypeError(f"delay takes a function, got {step!r}; write delay(train_step, 1).")
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"delay: steps is an integer of at least 0, got {steps!r}.")
+    check_number("delay", "steps", steps, "an integer of at least 0")
 
     @functools.wraps(step)
     def delayed(versions: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,8 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
                 f"delay: a step that is delayed by {steps} takes a tuple of {steps + 1} versions "
                 f"of the weights, the newest one first; begin with (weights,) * {steps + 1}."
             )
-        _check_alike(versions)
+        for n, version in enumerate(versions[1:], 1):
+            _check_alike(f"version {n} of the weights", versions[0], version)
         if jaxprs.definition_of("microbatch"):
             return _with_newest(_by_definition(step, versions, args, kwargs), versions)
         traced = jaxprs.trace(step, (versions[0], *args), kwargs)
@@ -80,36 +81,36 @@ def _aval(x: Any) -> tuple[Any, Any]:
     return x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
-def _check_alike(versions: Any) -> None:
-    """Checks that versions differ only in the values of their arrays."""
-    newest = dict(jtu.tree_leaves_with_path(versions[0]))
-    for n, version in enumerate(versions[1:], 1):
-        own = dict(jtu.tree_leaves_with_path(version))
-        if jtu.tree_structure(version) != jtu.tree_structure(versions[0]):
-            raise ValueError(
-                f"delay: version {n} of the weights has another structure than the newest one, "
-                f"{jtu.tree_structure(version)} for {jtu.tree_structure(versions[0])}; give trees "
-                f"of one structure, such as earlier results of the step."
+def _check_alike(name: str, newest: Any, other: Any) -> None:
+    """Checks that two versions differ only in the values of their arrays."""
+    trees = jtu.tree_structure(other), jtu.tree_structure(newest)
+    if trees[0] != trees[1]:
+        raise ValueError(
+            f"delay: {name} has another structure than the newest one, {trees[0]} for {trees[1]}; "
+            f"give trees of one structure: earlier results of the step, which returns the new "
+            f"weights first, in a tuple with the rest."
+        )
+    known = dict(jtu.tree_leaves_with_path(newest))
+    for path, leaf in jtu.tree_leaves_with_path(other):
+        kinds = [_aval(x) if jaxprs.is_array(x) else x for x in (known[path], leaf)]
+        if kinds[0] is not kinds[1] and kinds[0] != kinds[1]:
+            new, old = (
+                f"{x.dtype}{list(x.shape)}" if jaxprs.is_array(x) else f"the constant {x!r}"
+                for x in (known[path], leaf)
             )
-        for path, leaf in own.items():
-            kinds = [_aval(x) if jaxprs.is_array(x) else x for x in (newest[path], leaf)]
-            if kinds[0] is not kinds[1] and kinds[0] != kinds[1]:
-                new, old = (
-                    f"{x.dtype}{list(x.shape)}" if jaxprs.is_array(x) else f"the constant {x!r}"
-                    for x in (newest[path], leaf)
-                )
-                raise ValueError(
-                    f"delay: weights{jtu.keystr(path)} is {new} in the newest version, and {old} "
-                    f"in version {n}. Versions differ in the values of arrays alone: give arrays "
-                    f"of one shape and dtype, and jnp.asarray(x) for a number that is a weight."
-                )
+            raise ValueError(
+                f"delay: weights{jtu.keystr(path)} is {new} in the newest version, and {old} in "
+                f"{name}. Versions differ in the values of arrays alone: give arrays of one shape "
+                f"and dtype, and jnp.asarray(x) for a number that is a weight."
+            )
 
 
 def _with_newest(result: Any, versions: Any) -> Any:
     """Returns the result of a step with a tuple of versions for the first result."""
-    if not isinstance(result, tuple):
-        return (result, *versions[:-1])
-    return ((result[0], *versions[:-1]), *result[1:])
+    new, *rest = result if isinstance(result, tuple) else (result,)
+    _check_alike("the step's first result, which is what becomes of the weights,", versions[0], new)
+    made = (new, *versions[:-1])
+    return (made, *rest) if isinstance(result, tuple) else made
 
 
 def _by_definition(step: Callable[..., Any], versions: Any, args: Any, kwargs: Any) -> Any:

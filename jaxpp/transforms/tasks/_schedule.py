@@ -57,10 +57,13 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> "Scheduled[P,
     """
     if isinstance(schedule, type) or not callable(getattr(schedule, "table", None)):
         name = schedule.__name__ if isinstance(schedule, type) else repr(schedule)
-        make = {type: f"{name}()", str: f"jaxpp.schedules.by_name({name})"}
-        kind = next((kind for kind in make if isinstance(schedule, kind)), None)
-        hint = f"; make one: {make[kind]}" if kind else ""
-        raise ValueError(f"schedule: {name} is not a schedule with a table(){hint}.")
+        make = {
+            type: f"{name}()", str: f"jaxpp.schedules.by_name({name})",
+            schedules.Table: "jaxpp.schedules.FromTable(table)",
+            object: "jaxpp.schedules.OneFOneB(), for instance",
+        }  # fmt: skip
+        hint = next(make[kind] for kind in make if isinstance(schedule, kind))
+        raise ValueError(f"schedule: {name} is not a schedule with a table(); make one: {hint}.")
 
     return Scheduled(fun, schedule)
 

@@ -212,18 +212,16 @@ def test_cp_sat_proves_how_much_another_order_gains():
     ("options", "message"),
     [
         (dict(ranks=20), "20 ranks need as many layers, got 10"),
-        (dict(microbatches=0), "microbatches is a positive number, got 0"),
+        (dict(microbatches=0), "microbatches is an integer of at least 1, got 0"),
         (dict(speed=(1.0,)), "one for each rank, got 1 for 2 ranks"),
-        (dict(steps=0), "steps is a positive number, got 0"),
-        (dict(steps=2), "the search is for a step alone"),
-        (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
+        (dict(latency=-1.0), "latency is a finite number of at least 0, got -1.0"),
         (dict(directions=(3,)), "directions are 1, 2 or both"),
-        (dict(directions=1), "directions are 1, 2 or both, as .1, 2., .* got 1"),
-        (dict(ranks=2.0), "ranks is an integer, got 2.0"),
-        (dict(microbatches=[4, 8]), r"microbatches is an integer, got \[4, 8\]"),
+        (dict(directions=1), "directions are 1, 2 or both, as .1, 2., got 1"),
+        (dict(ranks=2.0), "ranks is an integer of at least 1, got 2.0"),
+        (dict(microbatches=[4, 8]), r"microbatches is an integer of at least 1, got \[4, 8\]"),
         (dict(memory_limit=(9.0, 9.0)), r"memory_limit is a positive number, got \(9.0, 9.0\)"),
         (dict(tries=math.inf), "tries is an integer of at least 1"),
-        (dict(time_limit=0), "time_limit a number of seconds above 0, got 0 and 0"),
+        (dict(time_limit=0), "time_limit is a positive number, got 0"),
         (dict(memory_limit=1.0), "no plan was found that fits into 1 a rank"),
     ],
 )
@@ -231,6 +229,18 @@ def test_bad_arguments_are_named(options, message):
     given: Any = {"ranks": 2, "microbatches": 4, "tries": 20, **options}
     with pytest.raises(ValueError, match=message):
         plan_layers(layers_of(0), **given)
+
+
+@pytest.mark.parametrize("name", ["bogus", "steps"])
+def test_an_option_that_there_is_not_is_named(name):
+    with pytest.raises(TypeError, match=f"plan_layers has no option '{name}'; .*"):
+        plan_layers(layers_of(0), ranks=2, microbatches=4, **{name: 2})  # pyright: ignore
+
+
+def test_layers_that_take_no_time_have_a_plan_without_a_gap():
+    nothing = (0.0,) * 4
+    plan = plan_layers(Layers(nothing, backward=nothing), ranks=2, microbatches=4, tries=9)
+    assert plan.gap == 0.0 and "a gap of 0.0%" in str(plan)
 
 
 def test_a_limit_holds_where_no_activation_is_kept():
@@ -247,6 +257,9 @@ def test_a_limit_holds_where_no_activation_is_kept():
     ("fields", "message"),
     [
         (dict(forward=()), "there is no layer"),
+        (dict(forward=1.0), "forward has a value for each layer, got 1.0; give a list"),
+        (dict(forward=(1.7e308,), backward=(1.0,)), r"forward of layer 0 is 1\.7e\+308"),
+        (dict(forward="a", backward="b"), "forward of layer 0 is 'a'"),
         (dict(forward=(1.0, math.nan), backward=(1.0, 1.0)), "forward of layer 1 is nan"),
         (dict(forward=(1.0,), input_grad=(1.0, 2.0)), "input_grad has 2 values for 1 layers"),
         (dict(forward=(1.0,), input_grad=(1.0,)), "whole, as backward=, or by both halves"),

@@ -144,6 +144,11 @@ def test_what_cannot_be_delayed_says_why():
         jaxpp.delay(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no loop of microbatches.*loss in jaxpp.wrap_forward"):
         jaxpp.delay(lambda w, x: w - x)((1.0 * jnp.ones(2),) * 2, jnp.ones(2))
+    with pytest.raises(
+        ValueError, match="step's first result, which .* has another structure.* returns the"
+    ):
+        state = optax.sgd(0.1).init(start())
+        jaxpp.delay(lambda *args: step(*args)[::-1])((start(),) * 2, state, batch(0))
 
 
 @pytest.mark.parametrize(
