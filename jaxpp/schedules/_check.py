@@ -356,7 +356,7 @@ def _check_windows(table: Table, rows: _Rows) -> None:
             left[rank, task.stage] = task
     for (rank, stage), task in left.items():
         order = table.ranks[rank]
-        late = [n for n, t in enumerate(order) if t.stage == stage and t.kind in task.kind.takes]
+        late = [n for n, t in enumerate(order) if t.stage == stage and t.kind in "FBIW"]
         if order.index(task) < late[-1]:
             raise ScheduleError(
                 f"{task.describe()} of rank {rank} is the last {task.kind} of its stage, but comes "

@@ -162,6 +162,14 @@ class Kind(str, metaclass=_Kinds):
                 found += [k for k in Kind if k.makes == need and not k._comes_after(self)]
         return tuple(dict.fromkeys(found))
 
+    def is_like(self, kind: str) -> bool:
+        """Tells whether its tasks make what those of a kind make.
+
+        >>> Kind.H.is_like("G"), Kind.G.is_like("G"), Kind.S.is_like("G")
+        (True, True, False)
+        """
+        return kind in (str(self), self.makes)
+
     def _comes_after(self, other: "Kind") -> bool:
         return self == other or any(Kind(k)._comes_after(other) for k in self.after)
 

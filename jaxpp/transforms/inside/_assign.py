@@ -227,7 +227,11 @@ def _note_gathered(step: Step, whole: Sequence[Spec]) -> Step:
         whole: the spec that each argument had before.
     """
     assert step.inside is not None
-    gathering = [e for e in step.jaxpr.eqns if is_loop(e) and {*"GH"} & e.params["table"].kinds]
+    gathering = [
+        e
+        for e in step.jaxpr.eqns
+        if is_loop(e) and any(k.of_stage and not k.takes for k in e.params["table"].kinds)
+    ]
     read = jaxprs.variables([v for e in gathering for v in e.invars[: e.params["num_consts"]]])
     if not read:
         return step

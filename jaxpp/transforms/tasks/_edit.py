@@ -8,23 +8,23 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from jaxpp import _compat, jaxprs, schedules
+from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Atom, Aval, Eqn, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms.tasks._loop import Key, ScheduledLoop
 from jaxpp.transforms.tasks._open_task import OpenTask
-from jaxpp.transforms.tasks._schedule import check
 
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array that a task of a loop makes, for each microbatch; see `Loop.values`.
+    """An array that tasks of a loop read; see `Loop.values` and `Loop.constants`.
 
     Args:
         aval: its type: it has a `shape` and a `dtype`.
-        maker: the kind and stage of the task that makes it.
+        maker: the kind and stage of the task that makes it, for each microbatch; None of a
+            constant.
         readers: those of the tasks that read it; none of a gradient, which is added up.
 
     Example:
@@ -47,7 +47,7 @@ class Value:
     """
 
     aval: Aval
-    maker: Key
+    maker: Key | None
     readers: tuple[Key, ...]
     #: Its variable: of the loop's body, or of the task that makes it if it is a gradient.
     _var: Var = dataclasses.field(repr=False)
@@ -109,23 +109,32 @@ class Loop:
         """The kinds and stages of the tasks of a microbatch, in an order in which they can run.
 
         A backward without work has no task: that of the first stage's inputs, for instance. Nor
-        are there those of the kind `R`, which do again what an `F` does, edits included.
+        are there those of the kinds `R` and `H`, which do again what an `F` or a `G` does, edits
+        included. A `G` is there where the table has some.
         """
         return tuple(map(_key, self._loop.tasks))
 
     @property
     def values(self) -> tuple[Value, ...]:
         """The values that tasks make for others of their microbatch, in the order of making."""
-        readers: dict[Var, list[Key]] = {}
-        for task in self._loop.tasks:
-            for v in jaxprs.variables(task.invars):
-                readers.setdefault(v, []).append(_key(task))
-        results = {*self._loop.outputs}
+        readers, results = self._readers(), {*self._loop.outputs}
         return tuple(
             Value(v.aval, _key(task), tuple(readers.get(v, ())), v)
             for task in self._loop.tasks
             for v in task.outvars
             if v not in results
+        )
+
+    @property
+    def constants(self) -> tuple[Value, ...]:
+        """The values that are the same for all microbatches: parameters, for example.
+
+        Each is as the loop gets it. A task of a kind that is `of_stage` may make others of them;
+        see `insert`.
+        """
+        readers = self._readers()
+        return tuple(
+            Value(v.aval, None, tuple(readers[v]), v) for v in self._loop.consts if v in readers
         )
 
     def gradients(self, key: tuple[str, int]) -> tuple[Value, ...]:
@@ -195,8 +204,14 @@ class Loop:
         its rank, that it reads from or that its kind comes after. A schedule may have put them
         elsewhere.
 
+        A task of a kind that is `of_stage` makes values of constants, for the tasks of its stage
+        that come after it. It runs as often as the table says, by default once, before the first of
+        these; what they do not read it does not make. So does one whose kind `makes` the same.
+        Parameters that `zero3` of `place` splits are gathered by it: what it makes is split as if
+        they were whole.
+
         Args:
-            kind: the kind; it is not one of the library's own.
+            kind: the kind; of the library's own only `G`.
             stage: the stage.
             fun: the function.
             values: its arguments.
@@ -206,8 +221,9 @@ class Loop:
         Returns:
             The loop, and the new values, which no task reads yet.
         """
-        name = f"{kind}{stage}"
-        if kind not in Kind or Kind(kind).is_own or (kind, stage) in self.tasks:
+        name, known = f"{kind}{stage}", kind in Kind
+        of_stage = known and Kind(kind).of_stage
+        if not known or (Kind(kind).is_own and kind != Kind.G) or (kind, stage) in self.tasks:
             why = "is there already" if (kind, stage) in self.tasks else "is not of a new kind"
             raise self._error(
                 f"inserts {name}, which {why}; make a kind of your own by "
@@ -216,6 +232,11 @@ class Loop:
         if not 0 <= stage < self.table.num_stages or not values:
             has = f"{self.table.num_stages} stages, numbered from 0"
             raise self._error(f"inserts {name}: it needs values, and the loop has {has}.")
+        if of_stage and (Kind(kind).takes or Kind(kind).makes):
+            raise self._error(
+                f"inserts {name}, but its work is that of other kinds, which it takes or makes "
+                f"again; put such tasks into the table alone."
+            )
         if before and tuple(before) not in [(t.kind, t.stage) for t in self.table.tasks]:
             other = "".join(map(str, before))
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
@@ -225,30 +246,37 @@ class Loop:
                 f"{name} is a task of {_ranks(own)}: name a task of that rank."
             )
         self._check_known(values)
+        makers = {v.maker for v in values if v.maker}
+        if of_stage and makers:
+            raise self._error(
+                f"inserts {name}, which is of its stage, but lets it read a value of "
+                f"{min(makers)}, which is of a microbatch; it reads values of Loop.constants."
+            )
         sent = list(map(self._sent, values))
         task = OpenTask(Key(Kind(kind), stage)).reading(sent)
         made = self._put(task, fun, [task.inputs[v] for v in sent], f"as {name}")
         task, new = made.given()
-        makers = {v.maker for v in values}
         table = _with_tasks(self.table, Kind(kind), stage, makers, before)
         grouped = (*self._loop.grouped, (task.closed(), task.key))
         loop = made.loop._replace(grouped=grouped, table=table)
         return loop, loop._values_of(new)
 
-    def read(self, key: tuple[str, int], new: Value, of: Value) -> "Loop":
-        """Lets a task read one value in place of another, which has the same type."""
+    def read(
+        self, key: tuple[str, int], new: Value | Sequence[Value], of: Value | Sequence[Value]
+    ) -> "Loop":
+        """Lets a task read a value in place of another of its type, or several of several."""
         task = self._task(key)
-        self._check_known([new])
-        old, var = self._input(task, of), self._sent(new)
-        if _type(new.aval) != _type(of.aval):
-            raise self._error(
-                f"lets {task.key} read {new.aval.str_short()} in place of "
-                f"{of.aval.str_short()}; convert it by Loop.before."
-            )
-        if var is of._var:
-            return self
-        task = task.reading([var])
-        return self._with(task.renamed(old, task.inputs[var]).without(of._var))
+        there, gone = ([own] if isinstance(own, Value) else [*own] for own in (new, of))
+        self._check_known(there)
+        for now, old in zip(there, gone, strict=True):
+            self._input(task, old)
+            if _type(now.aval) != _type(old.aval):
+                raise self._error(
+                    f"lets {task.key} read {now.aval.str_short()} in place of "
+                    f"{old.aval.str_short()}; convert it by Loop.before."
+                )
+        sent = zip((old._var for old in gone), map(self._sent, there), strict=True)
+        return self._with(task.reading_instead(dict(sent)))
 
     def replace(
         self, key: tuple[str, int], values: Sequence[Value], fun: Callable[..., Any]
@@ -267,7 +295,8 @@ class Loop:
             raise self._error(f"replaces no value in {task.key}; gradients are added up by {has}.")
         if stranger := next((v for v in values if v.maker != task.key), None):
             raise self._error(
-                f"replaces in {task.key} a value that {stranger.maker} makes; replace it there."
+                f"replaces in {task.key} a value that {stranger.maker or 'no task'} makes; "
+                + ("replace it there." if stranger.maker else "let it read another by Loop.read.")
             )
         gradients = {v._var for v in values if v._is_gradient}
         adding = {id(e) for e, v in task.additions(self._loop) if v in gradients}
@@ -323,11 +352,19 @@ class Loop:
         orders = enumerate(self.table.ranks)
         return [n for n, own in orders if any((t.kind, t.stage) == (kind, stage) for t in own)]
 
+    def _readers(self) -> dict[Var, list[Key]]:
+        """Finds the tasks that read each variable of the body."""
+        readers: dict[Var, list[Key]] = {}
+        for task in self._loop.tasks:
+            for v in jaxprs.variables(task.invars):
+                readers.setdefault(v, []).append(_key(task))
+        return readers
+
     def _check_known(self, values: Any) -> None:
         """Refuses what is no list of values, and a value that no task of this loop makes."""
         if not isinstance(values, list | tuple):
             raise self._error(f"gives {values!r} where a list of values is due.")
-        made = {v for t in self._loop.tasks for v in t.outvars}
+        made = {*self._loop.consts, *jaxprs.results_of(self._loop.tasks)}
         for value in values:
             if value._is_gradient or value._var in made:
                 continue
@@ -468,28 +505,6 @@ class Loop:
             made.update(ready.outvars)
         return order
 
-    def _checked(self) -> "Loop":
-        """Checks the loop as `schedule` checks its own."""
-        lacking = [
-            Task(key.kind, key.stage, i)
-            for key in self.tasks
-            for i in range(self.table.num_microbatches)
-            if Task(key.kind, key.stage, i) not in self.table.tasks
-        ]
-        if lacking:
-            raise schedules.ScheduleError(
-                f"{self._who} leaves {lacking[0].describe()} out of the table; each task runs for "
-                f"every microbatch."
-            )
-        try:
-            check("the schedule", self._loop)
-        except schedules.ScheduleError as error:
-            raise schedules.ScheduleError(
-                f"{self._who} leaves a loop that cannot run: {error}\n"
-                f"Loop.insert(before=) and Loop.order say where a new task is."
-            ) from None
-        return self
-
 
 class _Made(NamedTuple):
     """A function that is put into a task: its results, and the tree that they are in."""
@@ -525,8 +540,10 @@ def _with_tasks(
     before: tuple[str, int] | None,
 ) -> Table:
     """Puts the tasks of a kind and a stage into a table, unless it has some."""
-    if any(task.kind == kind and task.stage == stage for task in table.tasks):
+    if any((t.kind.makes or t.kind) == kind and t.stage == stage for t in table.tasks):
         return table
+    if kind.of_stage:
+        return _with_first(table, kind, stage, before)
     ranks, before_it = [], {*makers, *((k, stage) for k in kind.after)}
     for order in table.ranks:
         own = list(order)
@@ -547,4 +564,15 @@ def _with_tasks(
                 at += -1 if anchor in own else 1
             own.insert(at, Task(kind, stage, i))
         ranks.append(tuple(own))
+    return dataclasses.replace(table, ranks=tuple(ranks))
+
+
+def _with_first(table: Table, kind: Kind, stage: int, before: tuple[str, int] | None) -> Table:
+    """Puts a task that is of its stage before the first one of that, or of those of `before`."""
+    ranks = []
+    for order in table.ranks:
+        named = (before == (t.kind, t.stage) if before else t.stage == stage for t in order)
+        at = next((n for n, own in enumerate(named) if own), None)
+        added = () if at is None else (Task(kind, stage, order[at].microbatch),)
+        ranks.append((*order[:at], *added, *order[len(order) if at is None else at :]))
     return dataclasses.replace(table, ranks=tuple(ranks))

@@ -9,10 +9,12 @@ import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
 
-from jaxpp import _compat, jaxprs
+from jaxpp import _compat, jaxprs, schedules
 from jaxpp.jaxprs import Eqn, P, R, Var, definition_of
+from jaxpp.schedules import Task
 from jaxpp.transforms.tasks import _loop, _write
 from jaxpp.transforms.tasks._edit import Loop
+from jaxpp.transforms.tasks._schedule import check
 
 
 @overload
@@ -122,7 +124,8 @@ def _edited(
             names = ", ".join(repr(result.name) for result in loop._results)
             raise ValueError(f"{who} adds results, {names}, which has_aux=True returns.")
         consts |= loop._consts
-        more, added = _bound(eqn, loop._checked())
+        _check(loop)
+        more, added = _bound(eqn, loop)
         eqns += more
         results += added
         for result in loop._results:
@@ -137,6 +140,43 @@ def _edited(
     invars = [*consts, *flat.jaxpr.invars]
     outvars = [*flat.jaxpr.outvars, *results]
     return _compat.make_closed_jaxpr(invars, outvars, eqns), list(consts.values()), trees
+
+
+def _check(edited: Loop) -> None:
+    """Checks an edited loop as `schedule` checks its own."""
+    who, table = edited._who, edited.table
+    each = (Task(*key, i) for key in edited.tasks for i in range(table.num_microbatches))
+    lacking = next((t for t in each if t not in table.tasks and not t.kind.of_stage), None)
+    if lacking:
+        raise schedules.ScheduleError(
+            f"{who} leaves {lacking.describe()} out of the table; each task runs for every "
+            f"microbatch."
+        )
+    for maker in (t for t in edited._loop.tasks if t.params["key"].kind.of_stage):
+        _check_windows(edited, maker)
+    try:
+        check("the schedule", edited._loop)
+    except schedules.ScheduleError as error:
+        raise schedules.ScheduleError(
+            f"{who} leaves a loop that cannot run: {error}\n"
+            f"Loop.insert(before=) and Loop.order say where a new task is."
+        ) from None
+
+
+def _check_windows(edited: Loop, maker: Eqn) -> None:
+    """Checks that what a task makes of its stage is there for each task that reads it."""
+    key, handed = maker.params["key"], _loop.handed_on(maker)
+    made = {v for v in maker.outvars if v not in handed}
+    reading = {t.params["key"] for t in edited._loop.tasks if made & {*t.invars}}
+    windows = edited.table.windows.items()
+    known = {t for own, window in windows if own.kind.is_like(key.kind) for t in window}
+    for task in edited.table.tasks:
+        if (task.kind, task.stage) in reading and (task not in known or task.stage != key.stage):
+            raise schedules.ScheduleError(
+                f"{edited._who} lets {task.describe()} read what {key} makes, but none runs before "
+                f"it on its rank, for its stage; add one to the table, or let it read another "
+                f"value."
+            )
 
 
 def _bound(eqn: Eqn, loop: Loop) -> tuple[list[Eqn], list[Var]]:

@@ -335,7 +335,8 @@ class ScheduledLoop:
     @functools.cached_property
     def dependencies(self) -> Dependencies:
         """For each kind and stage, the tasks of the same microbatch whose values it reads."""
-        tasks = (*self.tasks, *self.recomputations)
+        every = (*self.tasks, *self.recomputations)
+        tasks = [task for task in every if not task.params["key"].kind.of_stage]
         makers: dict[Var, list[Key]] = {}
         for task in tasks:
             for v in task.outvars:
@@ -416,6 +417,14 @@ def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
         jaxpr, inputs, _ = jaxprs.part(own, [v for v, _ in outputs], str(key))
     again = [made for _, made in outputs]
     return make_task(key, jaxpr, [source[v] for v in inputs], again, forward.params["recomputes"])
+
+
+def handed_on(task: Eqn) -> dict[Var, Atom]:
+    """Finds what a task hands on as it reads it: for each such result the atom."""
+    inside = task.params["jaxpr"].jaxpr
+    read = dict(zip(inside.invars, task.invars, strict=True))
+    pairs = zip(task.outvars, inside.outvars, strict=True)
+    return {v: read[own] for v, own in pairs if not jaxprs.is_literal(own) and own in read}
 
 
 def is_loop(eqn) -> bool:
