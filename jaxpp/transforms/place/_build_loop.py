@@ -123,9 +123,9 @@ class LoopTasks:
         self.kept_alone = functools.cache(self._kept_alone)
         self.later = _kinds_after_offload(self.order)
         found = zip(self.equations.items(), lifted(list(self.equations.values())), strict=True)
-        made = [(key, task, *own) for (key, task), own in found]
-        self.bodies = {key: self._body_of(*own) for key, *own in made if not key.kind.of_stage}
-        self.lifted = {key: own for key, _, *own in made}
+        self.lifted = {key: (task, *own) for (key, task), own in found}
+        computing = (key for key in self.equations if not key.kind.of_stage)
+        self.bodies = {key: self._body_of(*self.lifted[key]) for key in computing}
 
     def tasks(self) -> Iterator[GraphTask]:
         """Makes the tasks in an order in which the ranks can run them."""
@@ -224,11 +224,11 @@ class LoopTasks:
         An operand that it hands on, and that is not gathered, they read themselves.
         """
         key, direction = (Kind(task.kind.makes or task.kind), task.stage), self._direction(task)
-        if key not in self.equations:
+        if key not in self.lifted:
             return
         readers = {(own.kind, own.stage) for own in self.loop.table.windows[task]}
         read = {v for own in readers & {*self.equations} for v in self.equations[own].invars}
-        eqn, (jaxpr, constants) = self.equations[key], self.lifted[key]
+        eqn, jaxpr, constants = self.lifted[key]
         made: dict[Var, Any] = {}
         for v, result in zip(eqn.outvars, jaxpr.jaxpr.outvars, strict=True):
             operand = self.shared.get((v, direction))
@@ -242,8 +242,7 @@ class LoopTasks:
         inputs = [known[v] for v in part.inputs]
         body_key = "of a stage", jaxprs.structure(part.jaxpr)
         if (body := self.all_bodies.get(body_key)) is None:
-            body = Body(f"{key[0]}{task.stage}", jaxprs.with_copied_constants(part.jaxpr), ())
-            self.all_bodies[body_key] = body
+            body = self.all_bodies[body_key] = Body(f"{key[0]}{task.stage}", part.jaxpr, ())
         outputs = [
             GraphValue(v.aval, "edge", str(task), spec=spec)
             for v, spec in zip(made, self._gathered(part.jaxpr, inputs), strict=True)
@@ -324,8 +323,7 @@ class LoopTasks:
         A number needs no copy: it has about no bytes. Nor does what a policy has offloaded already.
         """
         ranks = self.ranks_of[self.loop.stage_number(0, direction) :]
-        of_microbatch = (t for t in self.loop.tasks if not t.params["key"].kind.of_stage)
-        made = {*jaxprs.results_of(of_microbatch)}
+        made = {*jaxprs.results_of(self.loop.tasks)} - self.loop.of_stages
         found: dict[Var, tuple[bool, bool]] = {}
         for task in self.loop.tasks:
             key = task.params["key"]
@@ -374,9 +372,7 @@ class LoopTasks:
     def _arrays(self, task: Eqn) -> ArraysOfTask:
         """Finds the arrays of all microbatches that a task takes."""
         loop, replicas = self.loop, self.loop.replicas
-        slices, buffered = {*loop.xs}, {*loop.ys}
-        of_stages = (t for t in loop.tasks if t.params["key"].kind.of_stage)
-        consts = {*loop.consts, *jaxprs.results_of(of_stages)}
+        consts, slices, buffered = {*loop.consts} | loop.of_stages, {*loop.xs}, {*loop.ys}
         taken = set() if task.params["key"].kind is Kind.R else {*loop.carries}
 
         def types(variables: Sequence[Any], of_all: set[Any]) -> tuple[Aval | None, ...]:

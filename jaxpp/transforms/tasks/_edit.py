@@ -205,10 +205,10 @@ class Loop:
         elsewhere.
 
         A task of a kind that is `of_stage` makes values of constants, for the tasks of its stage
-        that come after it. It runs as often as the table says, by default once, before the first of
-        these; what they do not read it does not make. So does one whose kind `makes` the same.
-        Parameters that `zero3` of `place` splits are gathered by it: what it makes is split as if
-        they were whole.
+        that come after it on its rank, up to the next one. It runs as often as the table says, by
+        default once, before the first of these, and makes what they read. Tasks whose kind `makes`
+        the same are in the table alone. Parameters that `place(..., zero3=)` splits it gathers:
+        what it makes is split as if they were whole.
 
         Args:
             kind: the kind; of the library's own only `G`.
@@ -220,11 +220,28 @@ class Loop:
 
         Returns:
             The loop, and the new values, which no task reads yet.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(w, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+            ...     return jnp.mean((h @ w) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+            >>> E = jaxpp.extend.Kind("E", "round", of_stage=True)
+            >>> def round_once(loop):
+            ...     (weights,) = loop.constants
+            ...     loop, rounded = loop.insert(E, 1, lambda w: w.round(), [weights])
+            ...     loop = loop.read(("F", 1), rounded[0], of=weights)
+            ...     print(*loop.table.ranks[1][:3])
+            ...     return loop
+            >>> rounding = jaxpp.extend.edit_loops(grad, round_once)
+            >>> shape = jax.eval_shape(rounding, jnp.eye(2), jnp.ones((8, 2)))
+            E1.0 F1.0 B1.0
         """
-        name, known = f"{kind}{stage}", kind in Kind
-        of_stage = known and Kind(kind).of_stage
-        if not known or (Kind(kind).is_own and kind != Kind.G) or (kind, stage) in self.tasks:
-            why = "is there already" if (kind, stage) in self.tasks else "is not of a new kind"
+        name, there = f"{kind}{stage}", (kind, stage) in self.tasks
+        if kind not in Kind or (Kind(kind).is_own and kind != Kind.G) or there:
+            why = "is there already" if there else "is not of a new kind"
             raise self._error(
                 f"inserts {name}, which {why}; make a kind of your own by "
                 f"jaxpp.extend.Kind('Q', 'what it does'), and one task of a stage."
@@ -232,7 +249,7 @@ class Loop:
         if not 0 <= stage < self.table.num_stages or not values:
             has = f"{self.table.num_stages} stages, numbered from 0"
             raise self._error(f"inserts {name}: it needs values, and the loop has {has}.")
-        if of_stage and (Kind(kind).takes or Kind(kind).makes):
+        if Kind(kind).of_stage and (Kind(kind).takes or Kind(kind).makes):
             raise self._error(
                 f"inserts {name}, but its work is that of other kinds, which it takes or makes "
                 f"again; put such tasks into the table alone."
@@ -247,11 +264,6 @@ class Loop:
             )
         self._check_known(values)
         makers = {v.maker for v in values if v.maker}
-        if of_stage and makers:
-            raise self._error(
-                f"inserts {name}, which is of its stage, but lets it read a value of "
-                f"{min(makers)}, which is of a microbatch; it reads values of Loop.constants."
-            )
         sent = list(map(self._sent, values))
         task = OpenTask(Key(Kind(kind), stage)).reading(sent)
         made = self._put(task, fun, [task.inputs[v] for v in sent], f"as {name}")
@@ -571,8 +583,9 @@ def _with_first(table: Table, kind: Kind, stage: int, before: tuple[str, int] | 
     """Puts a task that is of its stage before the first one of that, or of those of `before`."""
     ranks = []
     for order in table.ranks:
-        named = (before == (t.kind, t.stage) if before else t.stage == stage for t in order)
-        at = next((n for n, own in enumerate(named) if own), None)
-        added = () if at is None else (Task(kind, stage, order[at].microbatch),)
-        ranks.append((*order[:at], *added, *order[len(order) if at is None else at :]))
+        key = before and tuple(before)
+        reading = [t for t in order if key == (t.kind, t.stage) or (not key and t.stage == stage)]
+        at = order.index(reading[0]) if reading else 0
+        added = [Task(kind, stage, own.microbatch) for own in reading[:1]]
+        ranks.append((*order[:at], *added, *order[at:]))
     return dataclasses.replace(table, ranks=tuple(ranks))

@@ -152,8 +152,9 @@ def _check(edited: Loop) -> None:
             f"{who} leaves {lacking.describe()} out of the table; each task runs for every "
             f"microbatch."
         )
-    for maker in (t for t in edited._loop.tasks if t.params["key"].kind.of_stage):
-        _check_windows(edited, maker)
+    for task in edited._loop.tasks:
+        if task.params["key"].kind.of_stage:
+            _check_of_stage(edited, task)
     try:
         check("the schedule", edited._loop)
     except schedules.ScheduleError as error:
@@ -163,19 +164,24 @@ def _check(edited: Loop) -> None:
         ) from None
 
 
-def _check_windows(edited: Loop, maker: Eqn) -> None:
-    """Checks that what a task makes of its stage is there for each task that reads it."""
-    key, handed = maker.params["key"], _loop.handed_on(maker)
-    made = {v for v in maker.outvars if v not in handed}
-    reading = {t.params["key"] for t in edited._loop.tasks if made & {*t.invars}}
-    windows = edited.table.windows.items()
-    known = {t for own, window in windows if own.kind.is_like(key.kind) for t in window}
-    for task in edited.table.tasks:
-        if (task.kind, task.stage) in reading and (task not in known or task.stage != key.stage):
+def _check_of_stage(edited: Loop, task: Eqn) -> None:
+    """Checks that a task that is of its stage reads constants, and is there for all its readers."""
+    who, loop, key = edited._who, edited._loop, task.params["key"]
+    if not {*task.invars} <= {*loop.consts} or not loop.of_stages.isdisjoint(loop.outputs):
+        raise ValueError(
+            f"{who} lets {key}, which is of its stage, read or give what is of a microbatch; it "
+            f"reads values of Loop.constants, and makes values for the tasks of its stage."
+        )
+    made, handed = {*task.outvars}, _loop.handed_on(task)
+    read = {t.params["key"]: made.intersection(t.invars) for t in loop.tasks}
+    windows = loop.table.windows.items()
+    there = {t for own, window in windows if own.kind.is_like(key.kind) for t in window}
+    for other in itertools.chain(*loop.table.ranks):
+        own = read.get(_loop.Key(other.kind, other.stage))
+        if own and (other.stage != key.stage or not (other in there or own <= handed.keys())):
             raise schedules.ScheduleError(
-                f"{edited._who} lets {task.describe()} read what {key} makes, but none runs before "
-                f"it on its rank, for its stage; add one to the table, or let it read another "
-                f"value."
+                f"{who} lets {other.describe()} read what {key} makes, but no {key.kind} of that "
+                f"stage comes before it; add one to the table, or let it read another value."
             )
 
 

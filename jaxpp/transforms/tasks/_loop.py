@@ -335,8 +335,7 @@ class ScheduledLoop:
     @functools.cached_property
     def dependencies(self) -> Dependencies:
         """For each kind and stage, the tasks of the same microbatch whose values it reads."""
-        every = (*self.tasks, *self.recomputations)
-        tasks = [task for task in every if not task.params["key"].kind.of_stage]
+        tasks = (*self.tasks, *self.recomputations)
         makers: dict[Var, list[Key]] = {}
         for task in tasks:
             for v in task.outvars:
@@ -346,12 +345,18 @@ class ScheduledLoop:
                 dict.fromkeys(
                     maker
                     for v in jaxprs.variables(task.invars)
+                    if v not in self.of_stages
                     for maker in makers.get(v, ())
                     if maker.kind is not Kind.R or maker.stage == key.stage
                 )
             )
             for task in tasks
         }
+
+    @functools.cached_property
+    def of_stages(self) -> set[Var]:
+        """The variables that tasks make for all microbatches of their stage."""
+        return {*jaxprs.results_of(t for t in self.tasks if t.params["key"].kind.of_stage)}
 
     @property
     def stage_inputs(self) -> tuple[tuple[int, ...], ...]:
