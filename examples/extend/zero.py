@@ -7,9 +7,8 @@ Rajbhandari et al., arXiv 1910.02054. `schedules.Gather` and `Reduce` do so by k
 """
 
 import dataclasses
-from typing import Any
 
-from jaxpp import extend
+from jaxpp import extend, schedules
 
 A = extend.Kind("A", "all-gather", lane="collective", of_stage=True)
 V = extend.Kind("V", "all-gather again", makes="A", parts="A", lane="collective", of_stage=True)
@@ -20,7 +19,7 @@ Z = extend.Kind("Z", "reduce-scatter", lane="collective", of_stage=True, takes="
 class Zero:
     """A schedule whose ranks hold the gathered parameters of one stage at a time."""
 
-    schedule: Any
+    schedule: schedules.Schedule
 
     def table(self, num_stages, num_microbatches):
         """Adds tasks to a table: where a rank's stage changes, and after its last backward."""

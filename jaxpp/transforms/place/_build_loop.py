@@ -237,7 +237,10 @@ class LoopTasks:
         if not made:
             return
         part = jaxprs.part(jaxprs.needed(jaxpr.eqns, made.values()), [*made.values()])
-        given = [*self._read(eqn.invars, task), *map(self.values.operand, constants)]
+        given = [
+            *self._read(jaxprs.variables(eqn.invars), task),
+            *map(self.values.operand, constants),
+        ]
         known = dict(zip(jaxpr.jaxpr.invars, given, strict=True))
         inputs = [known[v] for v in part.inputs]
         body_key = "of a stage", jaxprs.structure(part.jaxpr)

@@ -120,11 +120,11 @@ def _edited(
         if not isinstance(loop, Loop):
             hint = "; Loop.after and Loop.insert give a pair" if isinstance(loop, tuple) else ""
             raise ValueError(f"{who} gave {loop!r}; a rule gives the loop, edited or not{hint}.")
+        _check(loop)
         if loop._results and not has_aux:
             names = ", ".join(repr(result.name) for result in loop._results)
             raise ValueError(f"{who} adds results, {names}, which has_aux=True returns.")
         consts |= loop._consts
-        _check(loop)
         more, added = _bound(eqn, loop)
         eqns += more
         results += added

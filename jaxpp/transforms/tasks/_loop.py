@@ -424,10 +424,10 @@ def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
     return make_task(key, jaxpr, [source[v] for v in inputs], again, forward.params["recomputes"])
 
 
-def handed_on(task: Eqn) -> dict[Var, Atom]:
-    """Finds what a task hands on as it reads it: for each such result the atom."""
+def handed_on(task: Eqn) -> dict[Var, Var]:
+    """Finds what a task hands on as it reads it: for each such result the variable."""
     inside = task.params["jaxpr"].jaxpr
-    read = dict(zip(inside.invars, task.invars, strict=True))
+    read = dict(zip(inside.invars, jaxprs.variables(task.invars), strict=True))
     pairs = zip(task.outvars, inside.outvars, strict=True)
     return {v: read[own] for v, own in pairs if not jaxprs.is_literal(own) and own in read}
 
