@@ -47,7 +47,8 @@ class Kind(str, metaclass=_Kinds):
       of_stage: whether what it makes is of its stage, not of a microbatch: the tasks of the stage
         that come after it on its rank read it, up to the next task that `makes` the same.
       takes: of what is `of_stage`, the kinds of the stage's tasks before it, since the last one of
-        its kind, whose results it takes; none where it makes something for those after it.
+        its kind, whose sums it takes, and combines over replicas; none where it makes something for
+        those after it.
       field: the field of `Costs` and `Memory` that it has; by default an entry of their `other`.
       colours: in drawings, of a rank's first stage and of its last.
 
@@ -161,14 +162,6 @@ class Kind(str, metaclass=_Kinds):
             if self.makes != need:
                 found += [k for k in Kind if k.makes == need and not k._comes_after(self)]
         return tuple(dict.fromkeys(found))
-
-    def is_like(self, kind: str) -> bool:
-        """Tells whether its tasks make what those of a kind make.
-
-        >>> Kind.H.is_like("G"), Kind.G.is_like("G"), Kind.S.is_like("G")
-        (True, True, False)
-        """
-        return kind in (str(self), self.makes)
 
     def _comes_after(self, other: "Kind") -> bool:
         return self == other or any(Kind(k)._comes_after(other) for k in self.after)

@@ -174,8 +174,8 @@ def _check_of_stage(edited: Loop, task: Eqn) -> None:
         )
     made, handed = {*task.outvars}, _loop.handed_on(task)
     read = {t.params["key"]: made.intersection(t.invars) for t in loop.tasks}
-    windows = loop.table.windows.items()
-    there = {t for own, window in windows if own.kind.is_like(key.kind) for t in window}
+    windows = [(own.kind.makes or own.kind, window) for own, window in loop.table.windows.items()]
+    there = {t for kind, window in windows if kind == key.kind for t in window}
     for other in itertools.chain(*loop.table.ranks):
         own = read.get(_loop.Key(other.kind, other.stage))
         if own and (other.stage != key.stage or not (other in there or own <= handed.keys())):

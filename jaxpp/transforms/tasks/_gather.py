@@ -6,7 +6,7 @@ from jaxpp.transforms.tasks._edit import Loop
 
 def gather(loop: Loop) -> Loop:
     """Lets the tasks of each stage that has a `G` read the constants that it gathers."""
-    for stage in sorted({task.stage for task in loop.table.tasks if task.kind.is_like(Kind.G)}):
+    for stage in sorted({t.stage for t in loop.table.tasks if (t.kind.makes or t.kind) == Kind.G}):
         read = [v for v in loop.constants if any(key.stage == stage for key in v.readers)]
         if read:
             loop, gathered = loop.insert(Kind.G, stage, lambda *whole: whole, read)
