@@ -326,7 +326,7 @@ class LoopTasks:
         A number needs no copy: it has about no bytes. Nor does what a policy has offloaded already.
         """
         ranks = self.ranks_of[self.loop.stage_number(0, direction) :]
-        made = {*jaxprs.results_of(self.loop.tasks)} - self.loop.of_stages
+        made = {v for task in self.loop.tasks for v in task.outvars}
         found: dict[Var, tuple[bool, bool]] = {}
         for task in self.loop.tasks:
             key = task.params["key"]
