@@ -23,8 +23,7 @@ class Value:
 
     Args:
         aval: its type: it has a `shape` and a `dtype`.
-        maker: the kind and stage of the task that makes it, for each microbatch; None of a
-            constant.
+        maker: the kind and stage of the task that makes it; None of what the loop gets.
         readers: those of the tasks that read it; none of a gradient, which is added up.
 
     Example:
@@ -117,25 +116,20 @@ class Loop:
     @property
     def values(self) -> tuple[Value, ...]:
         """The values that tasks make for others of their microbatch, in the order of making."""
-        readers, results = self._readers(), {*self._loop.outputs}
-        return tuple(
-            Value(v.aval, _key(task), tuple(readers.get(v, ())), v)
-            for task in self._loop.tasks
-            for v in task.outvars
-            if v not in results
-        )
+        of_all = {*self._loop.outputs, *self._loop.of_stages}
+        made = jaxprs.results_of(self._loop.tasks)
+        return tuple(self._values_of(v for v in made if v not in of_all))
 
     @property
     def constants(self) -> tuple[Value, ...]:
         """The values that are the same for all microbatches: parameters, for example.
 
-        Each is as the loop gets it. A task of a kind that is `of_stage` may make others of them;
-        see `insert`.
+        Those that the loop gets have no maker. Others are made of these, by tasks of a kind that is
+        `of_stage`; see `insert`.
         """
-        readers = self._readers()
-        return tuple(
-            Value(v.aval, None, tuple(readers[v]), v) for v in self._loop.consts if v in readers
-        )
+        read = {v for task in self._loop.tasks for v in task.invars}
+        made = [v for v in jaxprs.results_of(self._loop.tasks) if v in self._loop.of_stages]
+        return tuple(self._values_of([*(v for v in self._loop.consts if v in read), *made]))
 
     def gradients(self, key: tuple[str, int]) -> tuple[Value, ...]:
         """The gradients that a backward adds up over the microbatches: of a stage's parameters.
@@ -364,14 +358,6 @@ class Loop:
         orders = enumerate(self.table.ranks)
         return [n for n, own in orders if any((t.kind, t.stage) == (kind, stage) for t in own)]
 
-    def _readers(self) -> dict[Var, list[Key]]:
-        """Finds the tasks that read each variable of the body."""
-        readers: dict[Var, list[Key]] = {}
-        for task in self._loop.tasks:
-            for v in jaxprs.variables(task.invars):
-                readers.setdefault(v, []).append(_key(task))
-        return readers
-
     def _check_known(self, values: Any) -> None:
         """Refuses what is no list of values, and a value that no task of this loop makes."""
         if not isinstance(values, list | tuple):
@@ -425,8 +411,13 @@ class Loop:
         return atoms
 
     def _values_of(self, variables: Iterable[Var]) -> list[Value]:
-        found = {v._var: v for v in self.values}
-        return [found[v] for v in variables]
+        """Makes the values of variables of the loop's body."""
+        readers: dict[Var, list[Key]] = {}
+        for task in self._loop.tasks:
+            for v in jaxprs.variables(task.invars):
+                readers.setdefault(v, []).append(_key(task))
+        makers = {v: _key(task) for task in self._loop.tasks for v in task.outvars}
+        return [Value(v.aval, makers.get(v), tuple(readers.get(v, ())), v) for v in variables]
 
     def _sent(self, value: Value) -> Var:
         """The variable of a value between tasks."""

@@ -170,7 +170,7 @@ def _check_of_stage(edited: Loop, task: Eqn) -> None:
     if not {*task.invars} <= {*loop.consts} or not loop.of_stages.isdisjoint(loop.outputs):
         raise ValueError(
             f"{who} lets {key}, which is of its stage, read or give what is of a microbatch; it "
-            f"reads values of Loop.constants, and makes values for the tasks of its stage."
+            f"reads constants that the loop gets, and makes others for the tasks of its stage."
         )
     made, handed = {*task.outvars}, _loop.handed_on(task)
     read = {t.params["key"]: made.intersection(t.invars) for t in loop.tasks}

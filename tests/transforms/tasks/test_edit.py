@@ -16,6 +16,7 @@ from jaxpp.schedules import (
     DualPipe,
     ForwardOnly,
     FromTable,
+    Gather,
     Interleaved1F1B,
     Offload,
     OneFOneB,
@@ -340,6 +341,22 @@ def test_a_table_says_when_a_stage_makes_it_again():
     runs = [i for p in step.programs for i in p.instructions if isinstance(i, Run)]
     made = [run for run in runs if run.label[0] in "ET"]
     assert [run.label for run in made] == ["T0.0", "E1.0", "T1.0", "E1.1"]
+
+
+def test_what_a_stage_makes_is_no_value_of_a_microbatch():
+    """So rules that go through the values do the same if the schedule gathers parameters."""
+    seen = []
+
+    def look(loop):
+        seen.append([(v.aval, v.maker, v.readers) for v in loop.values])
+        seen.append([(str(v.maker or "-"), *map(str, v.readers)) for v in loop.constants])
+        return loop
+
+    for schedule in (OneFOneB(), Gather(OneFOneB(), stages=[1])):
+        edited(look, schedule)
+    assert seen[0] == seen[-2]
+    assert seen[1] == [("-", "F0"), ("-", "F1", "B1")]
+    assert seen[-1] == [("-", "F0"), ("-", "G1"), ("G1", "F1", "B1")]
 
 
 def test_a_stage_makes_what_its_tasks_read_alone():
