@@ -1,4 +1,4 @@
-"""ZeRO-2 and 3: `A` gathers a stage's parameters, `V` gathers them again, `X` reduces gradients.
+"""ZeRO-2 and 3: `A` gathers a stage's parameters, `V` gathers them again, `Q` reduces gradients.
 
 Rajbhandari et al., arXiv 1910.02054. `schedules.Gather` and `Reduce` do so by kinds of their own.
 
@@ -12,7 +12,7 @@ from jaxpp import extend, schedules
 
 A = extend.Kind("A", "all-gather", lane="collective", of_stage=True)
 V = extend.Kind("V", "all-gather again", makes="A", parts="A", lane="collective", of_stage=True)
-X = extend.Kind("X", "reduce-scatter", lane="collective", of_stage=True, takes="BIW")
+Q = extend.Kind("Q", "reduce-scatter", lane="collective", of_stage=True, takes="BIW")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Zero:
         """Adds tasks to a table: where a rank's stage changes, and after its last backward."""
         table, ranks = self.schedule.table(num_stages, num_microbatches), []
         for tasks in table.ranks:
-            order, stage, last = [], None, {t.stage: t for t in tasks if t.kind in X.takes}
+            order, stage, last = [], None, {t.stage: t for t in tasks if t.kind in Q.takes}
             for task in tasks:
                 own = dataclasses.replace(task, kind=A if task.kind == "F" else V)
                 order += [own] * (task.stage != stage and own not in order) + [task]
-                order += [dataclasses.replace(task, kind=X)] * (task == last[task.stage])
+                order += [dataclasses.replace(task, kind=Q)] * (task == last[task.stage])
                 stage = task.stage
             ranks.append(tuple(order))
         return dataclasses.replace(table, ranks=tuple(ranks))
