@@ -22,6 +22,7 @@ from jaxpp.runtime.executor import (
 )
 from jaxpp.runtime.trace import Key, Trace, dependencies_of, table_of, tasks_of
 from jaxpp.schedules import Costs, Kind, Task, Timeline, plot, simulate
+from jaxpp.transforms.inside import propagate
 from jaxpp.transforms.place import Compiled, Placed
 
 #: The rows of a comparison that are not of a kind of task.
@@ -412,16 +413,17 @@ def _costs_on(
 
 
 def _gathered_bytes(bundle: Bundle, rank: Inspected, run: Run) -> int:
-    """Finds the bytes that a device receives where a run gathers its inputs."""
+    """Finds the bytes that a device receives where a run gathers what it makes of its inputs."""
     own = bundle.computations[run.computation]
+    if not own.in_specs:
+        return 0
+    _, split = propagate(own.jaxpr, own.in_specs, rank.axes)
+    each = zip(own.jaxpr.out_avals, own.out_specs, split, strict=True)
     sizes = (
-        sum(array_bytes(v.aval, spec, rank.axes) for v, spec in zip(atoms, specs, strict=True))
-        for atoms, specs in (
-            (own.jaxpr.jaxpr.invars, own.in_specs), (own.jaxpr.jaxpr.outvars, own.out_specs),
-        )
-    )  # fmt: skip
-    split, whole = sizes
-    return whole - split
+        array_bytes(aval, whole, rank.axes) - array_bytes(aval, made or whole, rank.axes)
+        for aval, whole, made in each
+    )
+    return sum(sizes)
 
 
 def _reduced_bytes(bundle: Bundle, rank: Inspected, run: Run) -> float:

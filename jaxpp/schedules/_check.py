@@ -353,10 +353,15 @@ def _check_windows(table: Table, rows: _Rows) -> None:
                 + excerpt(table, {rank: [place]})
             )
         if task.kind.takes:
+            if (other := left.setdefault((rank, task.stage), task)).kind is not task.kind:
+                raise ScheduleError(
+                    f"{other.describe()} and {task.describe()} of rank {rank} take the sums of one "
+                    f"stage; give it tasks of the kind {other.kind} or {task.kind} alone."
+                )
             left[rank, task.stage] = task
     for (rank, stage), task in left.items():
         order = table.ranks[rank]
-        late = [n for n, t in enumerate(order) if t.stage == stage and t.kind in task.kind.takes]
+        late = [n for n, t in enumerate(order) if t.stage == stage and t.kind in "FBIW"]
         if order.index(task) < late[-1]:
             raise ScheduleError(
                 f"{task.describe()} of rank {rank} is the last {task.kind} of its stage, but comes "

@@ -47,7 +47,8 @@ class Kind(str, metaclass=_Kinds):
       of_stage: whether what it makes is of its stage, not of a microbatch: the tasks of the stage
         that come after it on its rank read it, up to the next task that `makes` the same.
       takes: of what is `of_stage`, the kinds of the stage's tasks before it, since the last one of
-        its kind, whose results it takes; none where it makes something for those after it.
+        its kind, whose sums it takes, and combines over replicas; none where it makes something for
+        those after it.
       field: the field of `Costs` and `Memory` that it has; by default an entry of their `other`.
       colours: in drawings, of a rank's first stage and of its last.
 

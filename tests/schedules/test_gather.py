@@ -143,6 +143,7 @@ def test_the_cost_of_gathering_again_is_that_of_gathering():
     assert not list(itertools.filterfalse(lambda t: t.kind.of_stage or costs.of(t), tasks))
 
 
+M = Kind("M", "sum of half backwards", of_stage=True, takes="BI")
 SUMS = Memory(forward=0, weight_grad=0, reduce=1, per="stage")
 
 
@@ -186,6 +187,8 @@ def test_breadth_first_a_rank_holds_the_sums_of_one_stage():
         (["F0.0", "S0.0", "B0.0"], "no task that it is for comes before it.*move it down"),
         (["F0.0", "F0.1", "B0.0", "S0.0", "B0.1"], "last S of its stage, but comes before B.*add"),
         (["F0.0", "F0.1", "B0.0", "B0.1", "S0.1", "S0.0"], "no task that it is for.*move it down"),
+        (["F0.0", "I0.0", "M0.0", "W0.0"], "is the last M of its stage, but comes before W"),
+        (["F0.0", "F0.1", "B0.0", "M0.0", "B0.1", "S0.1"], "take the sums of one stage; give it"),
     ],
 )
 def test_a_reduction_that_has_nothing_or_leaves_something_is_refused(order, words):

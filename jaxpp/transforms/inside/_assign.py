@@ -18,7 +18,7 @@ from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import Spec, axes_of, spec_of
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside._shardy import variable_specs
-from jaxpp.transforms.tasks import is_loop
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
 # ---- what the caller says ------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ def _note_gathered(step: Step, whole: Sequence[Spec]) -> Step:
         whole: the spec that each argument had before.
     """
     assert step.inside is not None
-    gathering = [e for e in step.jaxpr.eqns if is_loop(e) and {*"GH"} & e.params["table"].kinds]
+    gathering = [e for e in step.jaxpr.eqns if is_loop(e) and ScheduledLoop.of(e).of_stages]
     read = jaxprs.variables([v for e in gathering for v in e.invars[: e.params["num_consts"]]])
     if not read:
         return step

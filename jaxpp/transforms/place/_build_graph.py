@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable
 from jaxpp import _compat, jaxprs
 from jaxpp._program import REDUCTION
 from jaxpp.jaxprs import Eqn
-from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Body, GraphTask, GraphValue, TaskGraph
 from jaxpp.transforms.place._build_loop import LoopTasks
@@ -100,10 +99,10 @@ class _StepGraph:
         self.stages_before += loop.loop.num_stages
 
     def _reductions(self, loop: Eqn) -> dict[int, list[Eqn]]:
-        """Finds the segments of each stage that combine results of a loop: what its `S` does."""
+        """Finds the segments that combine results of a loop, by the stages whose tasks do it."""
         found: dict[int, list[Eqn]] = {}
         table = loop.params["table"]
-        stages = {task.stage for task in table.tasks if task.kind is Kind.S}
+        stages = {task.stage for task in table.tasks if task.kind.takes}
         for eqn in filter(is_segment, self.step.jaxpr.eqns):
             (stage, *others) = eqn.params["stages"]
             reduces = eqn.params["label"] == REDUCTION and not others

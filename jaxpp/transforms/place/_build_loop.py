@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat, jaxprs, schedules
-from jaxpp._specs import as_weak_as, filled
+from jaxpp._specs import Spec, as_weak_as, filled
 from jaxpp.jaxprs import Aval, Eqn, Literal, Var, primitives
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Inside
 from jaxpp.transforms.graph import Body, GraphTask, GraphValue
-from jaxpp.transforms.inside import on_rows
+from jaxpp.transforms.inside import on_rows, propagate
 from jaxpp.transforms.place._values import Values, operands_of
 from jaxpp.transforms.stages import called_as
-from jaxpp.transforms.tasks import ScheduledLoop, row_type, rows_type
+from jaxpp.transforms.tasks import ScheduledLoop, handed_on, row_type, rows_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class LoopTasks:
 
     `shared` has, for each direction, the operands that all microbatches read, and the current
     values of accumulators; `sent` what a task of a microbatch hands to others; and `own` what a
-    stage makes again of a microbatch, or moves, for itself; `gathered` has, for each stage and
-    direction, the operands that it has gathered last.
+    stage makes again of a microbatch, or moves, for itself; `of_stage` has what a stage has made
+    last, in a direction, for all microbatches.
 
     Args:
         eqn: the loop's equation.
@@ -77,7 +77,7 @@ class LoopTasks:
         ranks_of: the rank of each stage, in one direction after the other.
         values: makes values.
         bodies: those of tasks so far; equal ones are one.
-        reductions: the segments of each stage that its `S` does.
+        reductions: the segments of each stage that its tasks of a kind that `takes` do.
     """
 
     def __init__(
@@ -103,15 +103,19 @@ class LoopTasks:
         self.kept_in: dict[Any, Any] = dict(zip(loop.carry_outs, loop.carries, strict=True))
         self.kept_in.update((v, v) for v in loop.ys)
         self.shared = self._operands_of(eqn)
-        #: How the operands that are gathered are split then, by their variables.
+        #: How the operands that are gathered are split then.
         self.whole = {
-            v: spec
-            for v, atom in zip(loop.consts, eqn.invars, strict=False)
-            if not jaxprs.is_literal(atom) and (spec := values.fact(atom).whole) is not None
+            values.operand(atom): spec
+            for atom in jaxprs.variables(eqn.invars[: loop.num_consts])
+            if (spec := values.fact(atom).whole) is not None
         }
-        self.gathered: dict[tuple[int, int], dict[Var, GraphValue]] = {}
-        #: For each stage the last `S`, and the sums of those before it.
-        self.last_sum = {(t.stage, self._direction(t)): t for t in self.order if t.kind is Kind.S}
+        # What a task hands on for its stage is the operand, as long as the task has not run.
+        for own in (t for t in loop.tasks if t.params["key"].kind.of_stage):
+            pairs = itertools.product(handed_on(own).items(), range(loop.num_directions))
+            self.shared |= {(v, d): self.shared[read, d] for (v, read), d in pairs}
+        self.of_stage: dict[tuple[int, int], dict[Var, GraphValue]] = {}
+        #: For each stage the last task that takes sums, and the sums of those before it.
+        self.last_sum = {(t.stage, self._direction(t)): t for t in self.order if t.kind.takes}
         self.sums: dict[int, list[GraphValue]] = {}
         self.sent: dict[tuple[int, Var], GraphValue] = {}
         self.own: dict[tuple[int, int], dict[Var, GraphValue]] = {}
@@ -119,17 +123,19 @@ class LoopTasks:
         self.kept_alone = functools.cache(self._kept_alone)
         self.later = _kinds_after_offload(self.order)
         found = zip(self.equations.items(), lifted(list(self.equations.values())), strict=True)
-        self.bodies = {key: self._body_of(task, *own) for (key, task), own in found}
+        self.lifted = {key: (task, *own) for (key, task), own in found}
+        computing = (key for key in self.equations if not key.kind.of_stage)
+        self.bodies = {key: self._body_of(*self.lifted[key]) for key in computing}
 
     def tasks(self) -> Iterator[GraphTask]:
         """Makes the tasks in an order in which the ranks can run them."""
         for task in self.order:
             if task.kind in (Kind.O, Kind.L):
                 yield from self._moved(task)
-            elif task.kind in (Kind.G, Kind.H):
-                yield from self._gathered(task)
-            elif task.kind is Kind.S:
+            elif task.kind.takes:
                 yield from self._summed(task)
+            elif task.kind.of_stage:
+                yield from self._made_for_stage(task)
             elif (task.kind, task.stage) in self.equations:
                 yield self._computed(task)
 
@@ -166,7 +172,7 @@ class LoopTasks:
     def _read(self, variables: Iterable[Var], task: Task) -> list[GraphValue]:
         """Returns the values of variables that a task reads."""
         mb, direction = self._microbatch(task), self._direction(task)
-        own = self.own.get((mb, task.stage), {}) | self.gathered.get((task.stage, direction), {})
+        own = self.own.get((mb, task.stage), {}) | self.of_stage.get((task.stage, direction), {})
         return [
             own.get(v) or self.sent.get((mb, v)) or self.shared[v, direction] for v in variables
         ]
@@ -212,25 +218,50 @@ class LoopTasks:
         own |= zip(moved, outputs, strict=True)
         yield self._task(task, body, inputs, outputs)
 
-    def _gathered(self, task: Task) -> Iterator[GraphTask]:
-        """Makes a task that gathers the parameters that those of its window read."""
-        readers = {(own.kind, own.stage): None for own in self.loop.table.windows[task]}
-        eqns = (self.equations[key] for key in readers if key in self.equations)
-        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if v in self.whole)
-        if not read:
+    def _made_for_stage(self, task: Task) -> Iterator[GraphTask]:
+        """Makes a task that makes what those of its window read of what is made for their stage.
+
+        An operand that it hands on, and that is not gathered, they read themselves.
+        """
+        key, direction = (Kind(task.kind.makes or task.kind), task.stage), self._direction(task)
+        if key not in self.lifted:
             return
-        direction = self._direction(task)
-        inputs = [self.shared[v, direction] for v in read]
-        key = "gather", tuple(value.aval for value in inputs)
-        if (body := self.all_bodies.get(key)) is None:
-            made = jax.make_jaxpr(lambda *xs: xs)
-            body = self.all_bodies[key] = Body(f"{task.kind}{task.stage}", made(*key[1]), ())
-        outputs = [
-            GraphValue(value.aval, "edge", str(task), spec=self.whole[v])
-            for v, value in zip(read, inputs, strict=True)
+        readers = {(own.kind, own.stage) for own in self.loop.table.windows[task]}
+        read = {v for own in readers & {*self.equations} for v in self.equations[own].invars}
+        eqn, jaxpr, constants = self.lifted[key]
+        made: dict[Var, Any] = {}
+        for v, result in zip(eqn.outvars, jaxpr.jaxpr.outvars, strict=True):
+            operand = self.shared.get((v, direction))
+            if v in read and (operand is None or operand in self.whole):
+                made[v] = result
+        if not made:
+            return
+        part = jaxprs.part(jaxprs.needed(jaxpr.eqns, made.values()), [*made.values()])
+        given = [
+            *self._read(jaxprs.variables(eqn.invars), task),
+            *map(self.values.operand, constants),
         ]
-        self.gathered[task.stage, direction] = dict(zip(read, outputs, strict=True))
+        known = dict(zip(jaxpr.jaxpr.invars, given, strict=True))
+        inputs = [known[v] for v in part.inputs]
+        body_key = "of a stage", jaxprs.structure(part.jaxpr)
+        if (body := self.all_bodies.get(body_key)) is None:
+            body = self.all_bodies[body_key] = Body(f"{key[0]}{task.stage}", part.jaxpr, ())
+        outputs = [
+            GraphValue(v.aval, "edge", str(task), spec=spec)
+            for v, spec in zip(made, self._gathered(part.jaxpr, inputs), strict=True)
+        ]
+        own = self.of_stage.setdefault((task.stage, direction), {})
+        own |= zip(made, outputs, strict=True)
         yield self._task(task, body, inputs, outputs)
+
+    def _gathered(
+        self, jaxpr: jex.ClosedJaxpr, inputs: Sequence[GraphValue]
+    ) -> Sequence[Spec | None]:
+        """Finds how results are split if the operands are gathered; None for what is left open."""
+        if self.values.inside is None or self.whole.keys().isdisjoint(inputs):
+            return [None] * len(jaxpr.out_avals)
+        specs = [self.whole.get(value, value.spec) for value in inputs]
+        return propagate(jaxpr, specs, self.values.inside.sizes)[1]
 
     def _summed(self, task: Task) -> Iterator[GraphTask]:
         """Makes a task that combines what replicas have added up for a stage since the last one.
@@ -344,7 +375,7 @@ class LoopTasks:
     def _arrays(self, task: Eqn) -> ArraysOfTask:
         """Finds the arrays of all microbatches that a task takes."""
         loop, replicas = self.loop, self.loop.replicas
-        consts, slices, buffered = {*loop.consts}, {*loop.xs}, {*loop.ys}
+        consts, slices, buffered = {*loop.consts} | loop.of_stages, {*loop.xs}, {*loop.ys}
         taken = set() if task.params["key"].kind is Kind.R else {*loop.carries}
 
         def types(variables: Sequence[Any], of_all: set[Any]) -> tuple[Aval | None, ...]:
@@ -384,8 +415,9 @@ def _check_kinds(table: Table, kinds: Iterable[Kind]) -> None:
     Raises:
         ValueError: those of one kind have none.
     """
-    for kind in sorted(table.kinds.difference(kinds)):
-        if not kind.is_own:
+    kinds = {*kinds}
+    for kind in sorted(table.kinds - kinds):
+        if not (kind.is_own or kind.takes or (kind.of_stage and kind.makes in kinds)):
             raise ValueError(
                 f"place: the table has tasks of the kind {kind} ({kind.title}), but the loop has "
                 f"no work for them; give it some by Loop.insert in a rule of "

@@ -17,7 +17,6 @@ import jax.extend.core as jex
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp._program import REDUCTION
 from jaxpp.jaxprs import Atom, Eqn, Flow, Var, in_levels, outline
-from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Fact, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
@@ -204,12 +203,12 @@ class _Outliner:
         # buffers of results, for which there are no operands yet.
         known = self._make_operands(eqn, carries)
         starts: dict[tuple[int, str], list[tuple[Atom | None, Var]]] = {}
-        reduces = Kind.S in loop.table.kinds
+        reduces = any(own.takes for own in loop.table.kinds)
         first: list[Any] = [*eqn.invars[carries], *[None] * (len(eqn.outvars) - count)]
         number = {result: n for n, result in enumerate(loop.results)}
         for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
             kind, stage = task.params["key"]
-            # What an `S` takes is made apart, later.
+            # What a kind takes, such as `S`, is made apart, later.
             of = loop.stage_number(stage, direction), str(kind) * reduces
             own = starts.setdefault(of, [])
             for n in (number[v, direction] for v in task.outvars if (v, direction) in number):

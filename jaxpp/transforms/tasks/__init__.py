@@ -7,6 +7,7 @@ from jaxpp.transforms.tasks._edit import Value as Value
 from jaxpp.transforms.tasks._edit_loops import edit_loops as edit_loops
 from jaxpp.transforms.tasks._loop import ScheduledLoop as ScheduledLoop
 from jaxpp.transforms.tasks._loop import error_inside as error_inside
+from jaxpp.transforms.tasks._loop import handed_on as handed_on
 from jaxpp.transforms.tasks._loop import is_loop as is_loop
 from jaxpp.transforms.tasks._loop import operand_stages as operand_stages
 from jaxpp.transforms.tasks._loop import result_stages as result_stages

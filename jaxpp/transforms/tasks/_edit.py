@@ -8,23 +8,22 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from jaxpp import _compat, jaxprs, schedules
+from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Atom, Aval, Eqn, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms.tasks._loop import Key, ScheduledLoop
 from jaxpp.transforms.tasks._open_task import OpenTask
-from jaxpp.transforms.tasks._schedule import check
 
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array that a task of a loop makes, for each microbatch; see `Loop.values`.
+    """An array that tasks of a loop read; see `Loop.values` and `Loop.constants`.
 
     Args:
         aval: its type: it has a `shape` and a `dtype`.
-        maker: the kind and stage of the task that makes it.
+        maker: the kind and stage of the task that makes it; None of what the loop gets.
         readers: those of the tasks that read it; none of a gradient, which is added up.
 
     Example:
@@ -47,7 +46,7 @@ class Value:
     """
 
     aval: Aval
-    maker: Key
+    maker: Key | None
     readers: tuple[Key, ...]
     #: Its variable: of the loop's body, or of the task that makes it if it is a gradient.
     _var: Var = dataclasses.field(repr=False)
@@ -109,24 +108,28 @@ class Loop:
         """The kinds and stages of the tasks of a microbatch, in an order in which they can run.
 
         A backward without work has no task: that of the first stage's inputs, for instance. Nor
-        are there those of the kind `R`, which do again what an `F` does, edits included.
+        are there those of the kinds `R` and `H`, which do again what an `F` or a `G` does, edits
+        included. A `G` is there where the table has some.
         """
         return tuple(map(_key, self._loop.tasks))
 
     @property
     def values(self) -> tuple[Value, ...]:
         """The values that tasks make for others of their microbatch, in the order of making."""
-        readers: dict[Var, list[Key]] = {}
-        for task in self._loop.tasks:
-            for v in jaxprs.variables(task.invars):
-                readers.setdefault(v, []).append(_key(task))
-        results = {*self._loop.outputs}
-        return tuple(
-            Value(v.aval, _key(task), tuple(readers.get(v, ())), v)
-            for task in self._loop.tasks
-            for v in task.outvars
-            if v not in results
-        )
+        of_all = {*self._loop.outputs, *self._loop.of_stages}
+        made = jaxprs.results_of(self._loop.tasks)
+        return tuple(self._values_of(v for v in made if v not in of_all))
+
+    @property
+    def constants(self) -> tuple[Value, ...]:
+        """The values that are the same for all microbatches: parameters, for example.
+
+        Those that the loop gets have no maker. Others are made of these, by tasks of a kind that is
+        `of_stage`; see `insert`.
+        """
+        read = {v for task in self._loop.tasks for v in task.invars}
+        made = [v for v in jaxprs.results_of(self._loop.tasks) if v in self._loop.of_stages]
+        return tuple(self._values_of([*(v for v in self._loop.consts if v in read), *made]))
 
     def gradients(self, key: tuple[str, int]) -> tuple[Value, ...]:
         """The gradients that a backward adds up over the microbatches: of a stage's parameters.
@@ -195,8 +198,14 @@ class Loop:
         its rank, that it reads from or that its kind comes after. A schedule may have put them
         elsewhere.
 
+        A task of a kind that is `of_stage` makes values of constants, for the tasks of its stage
+        that come after it on its rank, up to the next one. It runs as often as the table says, by
+        default once, before the first of these, and makes what they read. Tasks whose kind `makes`
+        the same are in the table alone. Parameters that `place(..., zero3=)` splits it gathers:
+        what it makes is split as if they were whole.
+
         Args:
-            kind: the kind; it is not one of the library's own.
+            kind: the kind; of the library's own only `G`.
             stage: the stage.
             fun: the function.
             values: its arguments.
@@ -205,10 +214,28 @@ class Loop:
 
         Returns:
             The loop, and the new values, which no task reads yet.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(w, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+            ...     return jnp.mean((h @ w) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+            >>> E = jaxpp.extend.Kind("E", "round", of_stage=True)
+            >>> def round_once(loop):
+            ...     (weights,) = loop.constants
+            ...     loop, rounded = loop.insert(E, 1, lambda w: w.round(), [weights])
+            ...     loop = loop.read(("F", 1), rounded[0], of=weights)
+            ...     print(*loop.table.ranks[1][:3])
+            ...     return loop
+            >>> rounding = jaxpp.extend.edit_loops(grad, round_once)
+            >>> shape = jax.eval_shape(rounding, jnp.eye(2), jnp.ones((8, 2)))
+            E1.0 F1.0 B1.0
         """
-        name = f"{kind}{stage}"
-        if kind not in Kind or Kind(kind).is_own or (kind, stage) in self.tasks:
-            why = "is there already" if (kind, stage) in self.tasks else "is not of a new kind"
+        name, there = f"{kind}{stage}", (kind, stage) in self.tasks
+        if kind not in Kind or (Kind(kind).is_own and kind != Kind.G) or there:
+            why = "is there already" if there else "is not of a new kind"
             raise self._error(
                 f"inserts {name}, which {why}; make a kind of your own by "
                 f"jaxpp.extend.Kind('Q', 'what it does'), and one task of a stage."
@@ -216,6 +243,11 @@ class Loop:
         if not 0 <= stage < self.table.num_stages or not values:
             has = f"{self.table.num_stages} stages, numbered from 0"
             raise self._error(f"inserts {name}: it needs values, and the loop has {has}.")
+        if Kind(kind).of_stage and (Kind(kind).takes or Kind(kind).makes):
+            raise self._error(
+                f"inserts {name}, but its work is that of other kinds, which it takes or makes "
+                f"again; put such tasks into the table alone."
+            )
         if before and tuple(before) not in [(t.kind, t.stage) for t in self.table.tasks]:
             other = "".join(map(str, before))
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
@@ -225,30 +257,32 @@ class Loop:
                 f"{name} is a task of {_ranks(own)}: name a task of that rank."
             )
         self._check_known(values)
+        makers = {v.maker for v in values if v.maker}
         sent = list(map(self._sent, values))
         task = OpenTask(Key(Kind(kind), stage)).reading(sent)
         made = self._put(task, fun, [task.inputs[v] for v in sent], f"as {name}")
         task, new = made.given()
-        makers = {v.maker for v in values}
         table = _with_tasks(self.table, Kind(kind), stage, makers, before)
         grouped = (*self._loop.grouped, (task.closed(), task.key))
         loop = made.loop._replace(grouped=grouped, table=table)
         return loop, loop._values_of(new)
 
-    def read(self, key: tuple[str, int], new: Value, of: Value) -> "Loop":
-        """Lets a task read one value in place of another, which has the same type."""
+    def read(
+        self, key: tuple[str, int], new: Value | Sequence[Value], of: Value | Sequence[Value]
+    ) -> "Loop":
+        """Lets a task read a value in place of another of its type, or several of several."""
         task = self._task(key)
-        self._check_known([new])
-        old, var = self._input(task, of), self._sent(new)
-        if _type(new.aval) != _type(of.aval):
-            raise self._error(
-                f"lets {task.key} read {new.aval.str_short()} in place of "
-                f"{of.aval.str_short()}; convert it by Loop.before."
-            )
-        if var is of._var:
-            return self
-        task = task.reading([var])
-        return self._with(task.renamed(old, task.inputs[var]).without(of._var))
+        there, gone = ([own] if isinstance(own, Value) else [*own] for own in (new, of))
+        self._check_known(there)
+        for now, old in zip(there, gone, strict=True):
+            self._input(task, old)
+            if _type(now.aval) != _type(old.aval):
+                raise self._error(
+                    f"lets {task.key} read {now.aval.str_short()} in place of "
+                    f"{old.aval.str_short()}; convert it by Loop.before."
+                )
+        sent = zip((old._var for old in gone), map(self._sent, there), strict=True)
+        return self._with(task.reading_instead(dict(sent)))
 
     def replace(
         self, key: tuple[str, int], values: Sequence[Value], fun: Callable[..., Any]
@@ -267,7 +301,8 @@ class Loop:
             raise self._error(f"replaces no value in {task.key}; gradients are added up by {has}.")
         if stranger := next((v for v in values if v.maker != task.key), None):
             raise self._error(
-                f"replaces in {task.key} a value that {stranger.maker} makes; replace it there."
+                f"replaces in {task.key} a value that {stranger.maker or 'no task'} makes; "
+                + ("replace it there." if stranger.maker else "let it read another by Loop.read.")
             )
         gradients = {v._var for v in values if v._is_gradient}
         adding = {id(e) for e, v in task.additions(self._loop) if v in gradients}
@@ -327,7 +362,7 @@ class Loop:
         """Refuses what is no list of values, and a value that no task of this loop makes."""
         if not isinstance(values, list | tuple):
             raise self._error(f"gives {values!r} where a list of values is due.")
-        made = {v for t in self._loop.tasks for v in t.outvars}
+        made = {*self._loop.consts, *jaxprs.results_of(self._loop.tasks)}
         for value in values:
             if value._is_gradient or value._var in made:
                 continue
@@ -376,8 +411,13 @@ class Loop:
         return atoms
 
     def _values_of(self, variables: Iterable[Var]) -> list[Value]:
-        found = {v._var: v for v in self.values}
-        return [found[v] for v in variables]
+        """Makes the values of variables of the loop's body."""
+        readers: dict[Var, list[Key]] = {}
+        for task in self._loop.tasks:
+            for v in jaxprs.variables(task.invars):
+                readers.setdefault(v, []).append(_key(task))
+        makers = {v: _key(task) for task in self._loop.tasks for v in task.outvars}
+        return [Value(v.aval, makers.get(v), tuple(readers.get(v, ())), v) for v in variables]
 
     def _sent(self, value: Value) -> Var:
         """The variable of a value between tasks."""
@@ -468,28 +508,6 @@ class Loop:
             made.update(ready.outvars)
         return order
 
-    def _checked(self) -> "Loop":
-        """Checks the loop as `schedule` checks its own."""
-        lacking = [
-            Task(key.kind, key.stage, i)
-            for key in self.tasks
-            for i in range(self.table.num_microbatches)
-            if Task(key.kind, key.stage, i) not in self.table.tasks
-        ]
-        if lacking:
-            raise schedules.ScheduleError(
-                f"{self._who} leaves {lacking[0].describe()} out of the table; each task runs for "
-                f"every microbatch."
-            )
-        try:
-            check("the schedule", self._loop)
-        except schedules.ScheduleError as error:
-            raise schedules.ScheduleError(
-                f"{self._who} leaves a loop that cannot run: {error}\n"
-                f"Loop.insert(before=) and Loop.order say where a new task is."
-            ) from None
-        return self
-
 
 class _Made(NamedTuple):
     """A function that is put into a task: its results, and the tree that they are in."""
@@ -525,8 +543,10 @@ def _with_tasks(
     before: tuple[str, int] | None,
 ) -> Table:
     """Puts the tasks of a kind and a stage into a table, unless it has some."""
-    if any(task.kind == kind and task.stage == stage for task in table.tasks):
+    if any((t.kind.makes or t.kind) == kind and t.stage == stage for t in table.tasks):
         return table
+    if kind.of_stage:
+        return _with_first(table, kind, stage, before)
     ranks, before_it = [], {*makers, *((k, stage) for k in kind.after)}
     for order in table.ranks:
         own = list(order)
@@ -547,4 +567,16 @@ def _with_tasks(
                 at += -1 if anchor in own else 1
             own.insert(at, Task(kind, stage, i))
         ranks.append(tuple(own))
+    return dataclasses.replace(table, ranks=tuple(ranks))
+
+
+def _with_first(table: Table, kind: Kind, stage: int, before: tuple[str, int] | None) -> Table:
+    """Puts a task that is of its stage before the first one of that, or of those of `before`."""
+    ranks = []
+    for order in table.ranks:
+        key = before and tuple(before)
+        reading = [t for t in order if key == (t.kind, t.stage) or (not key and t.stage == stage)]
+        at = order.index(reading[0]) if reading else 0
+        added = [Task(kind, stage, own.microbatch) for own in reading[:1]]
+        ranks.append((*order[:at], *added, *order[at:]))
     return dataclasses.replace(table, ranks=tuple(ranks))

@@ -9,10 +9,12 @@ import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
 
-from jaxpp import _compat, jaxprs
+from jaxpp import _compat, jaxprs, schedules
 from jaxpp.jaxprs import Eqn, P, R, Var, definition_of
+from jaxpp.schedules import Task
 from jaxpp.transforms.tasks import _loop, _write
 from jaxpp.transforms.tasks._edit import Loop
+from jaxpp.transforms.tasks._schedule import check
 
 
 @overload
@@ -118,11 +120,12 @@ def _edited(
         if not isinstance(loop, Loop):
             hint = "; Loop.after and Loop.insert give a pair" if isinstance(loop, tuple) else ""
             raise ValueError(f"{who} gave {loop!r}; a rule gives the loop, edited or not{hint}.")
+        _check(loop)
         if loop._results and not has_aux:
             names = ", ".join(repr(result.name) for result in loop._results)
             raise ValueError(f"{who} adds results, {names}, which has_aux=True returns.")
         consts |= loop._consts
-        more, added = _bound(eqn, loop._checked())
+        more, added = _bound(eqn, loop)
         eqns += more
         results += added
         for result in loop._results:
@@ -137,6 +140,49 @@ def _edited(
     invars = [*consts, *flat.jaxpr.invars]
     outvars = [*flat.jaxpr.outvars, *results]
     return _compat.make_closed_jaxpr(invars, outvars, eqns), list(consts.values()), trees
+
+
+def _check(edited: Loop) -> None:
+    """Checks an edited loop as `schedule` checks its own."""
+    who, table = edited._who, edited.table
+    each = (Task(*key, i) for key in edited.tasks for i in range(table.num_microbatches))
+    lacking = next((t for t in each if t not in table.tasks and not t.kind.of_stage), None)
+    if lacking:
+        raise schedules.ScheduleError(
+            f"{who} leaves {lacking.describe()} out of the table; each task runs for every "
+            f"microbatch."
+        )
+    for task in edited._loop.tasks:
+        if task.params["key"].kind.of_stage:
+            _check_of_stage(edited, task)
+    try:
+        check("the schedule", edited._loop)
+    except schedules.ScheduleError as error:
+        raise schedules.ScheduleError(
+            f"{who} leaves a loop that cannot run: {error}\n"
+            f"Loop.insert(before=) and Loop.order say where a new task is."
+        ) from None
+
+
+def _check_of_stage(edited: Loop, task: Eqn) -> None:
+    """Checks that a task that is of its stage reads constants, and is there for all its readers."""
+    who, loop, key = edited._who, edited._loop, task.params["key"]
+    if not {*task.invars} <= {*loop.consts} or not loop.of_stages.isdisjoint(loop.outputs):
+        raise ValueError(
+            f"{who} lets {key}, which is of its stage, read or give what is of a microbatch; it "
+            f"reads constants that the loop gets, and makes others for the tasks of its stage."
+        )
+    made, handed = {*task.outvars}, _loop.handed_on(task)
+    read = {t.params["key"]: made.intersection(t.invars) for t in loop.tasks}
+    windows = [(own.kind.makes or own.kind, window) for own, window in loop.table.windows.items()]
+    there = {t for kind, window in windows if kind == key.kind for t in window}
+    for other in itertools.chain(*loop.table.ranks):
+        own = read.get(_loop.Key(other.kind, other.stage))
+        if own and (other.stage != key.stage or not (other in there or own <= handed.keys())):
+            raise schedules.ScheduleError(
+                f"{who} lets {other.describe()} read what {key} makes, but no {key.kind} of that "
+                f"stage comes before it; add one to the table, or let it read another value."
+            )
 
 
 def _bound(eqn: Eqn, loop: Loop) -> tuple[list[Eqn], list[Var]]:

@@ -345,12 +345,18 @@ class ScheduledLoop:
                 dict.fromkeys(
                     maker
                     for v in jaxprs.variables(task.invars)
+                    if v not in self.of_stages
                     for maker in makers.get(v, ())
                     if maker.kind is not Kind.R or maker.stage == key.stage
                 )
             )
             for task in tasks
         }
+
+    @functools.cached_property
+    def of_stages(self) -> set[Var]:
+        """The variables that tasks make for all microbatches of their stage."""
+        return {*jaxprs.results_of(t for t in self.tasks if t.params["key"].kind.of_stage)}
 
     @property
     def stage_inputs(self) -> tuple[tuple[int, ...], ...]:
@@ -416,6 +422,14 @@ def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
         jaxpr, inputs, _ = jaxprs.part(own, [v for v, _ in outputs], str(key))
     again = [made for _, made in outputs]
     return make_task(key, jaxpr, [source[v] for v in inputs], again, forward.params["recomputes"])
+
+
+def handed_on(task: Eqn) -> dict[Var, Var]:
+    """Finds what a task hands on as it reads it: for each such result the variable."""
+    inside = task.params["jaxpr"].jaxpr
+    read = dict(zip(inside.invars, jaxprs.variables(task.invars), strict=True))
+    pairs = zip(task.outvars, inside.outvars, strict=True)
+    return {v: read[own] for v, own in pairs if not jaxprs.is_literal(own) and own in read}
 
 
 def is_loop(eqn) -> bool:

@@ -49,6 +49,16 @@ class OpenTask:
         more = {v: jaxprs.fresh_var(v) for v in variables if v not in self.inputs}
         return dataclasses.replace(self, inputs={**self.inputs, **more})
 
+    def reading_instead(self, new: Mapping[Var, Var]) -> "OpenTask":
+        """Reads other variables of the body in place of some."""
+        inputs, known = dict[Var, Var](), jaxprs.Substitution()
+        for v, own in self.inputs.items():
+            if (first := inputs.setdefault(new.get(v, v), own)) is not own:
+                known.of[own] = first
+        outputs = {v: known(own) for v, own in self.outputs.items()}
+        eqns = tuple(map(known.rename, self.eqns)) if known.of else self.eqns
+        return dataclasses.replace(self, inputs=inputs, eqns=eqns, outputs=outputs)
+
     def without(self, variable: Var) -> "OpenTask":
         """Does not read a variable of the body any more."""
         inputs = {v: own for v, own in self.inputs.items() if v is not variable}

@@ -15,6 +15,8 @@ from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import _loop, _replicas, _write
+from jaxpp.transforms.tasks._edit import Loop
+from jaxpp.transforms.tasks._gather import gather
 from jaxpp.transforms.tasks._loop import ScheduledLoop
 from jaxpp.transforms.tasks._partition import STAGE_PASSES, TABLE_PASSES, partition
 from jaxpp.transforms.tasks._read import read_loop
@@ -244,6 +246,7 @@ def _loop_equations(
     first = next((e for e, key in loop.grouped if key and _compat.source_line(e)), eqn)
     loop = partition(loop)
     check(repr(schedule), loop)
+    loop = gather(Loop(loop, "schedule"))._loop
     return _write.write(loop, _compat.at_line_of(eqn, first), join_rows)
 
 

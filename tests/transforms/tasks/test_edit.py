@@ -16,7 +16,11 @@ from jaxpp.schedules import (
     DualPipe,
     ForwardOnly,
     FromTable,
+    Gather,
+    Interleaved1F1B,
+    Offload,
     OneFOneB,
+    Recompute,
     ScheduleError,
     Task,
     ZeroBubbleH1,
@@ -26,6 +30,8 @@ from tests.helpers import assert_close, assert_same, mesh_of
 
 M, WIDTH = 4, 4
 K = Kind("K", "quiet", after="F", holds=0)
+E = Kind("E", "round", of_stage=True)
+T = Kind("T", "round again", of_stage=True, makes="E")
 KEYS = jax.random.split(jax.random.key(0), 5)
 WS = [jax.random.normal(key, (WIDTH, WIDTH)) / 2 for key in KEYS[:2]]
 X = jax.random.normal(KEYS[4], (2 * M, WIDTH))
@@ -284,6 +290,87 @@ def test_a_broken_program_of_an_edited_loop_is_refuted():
         dataclasses.replace(lowered, bundle=broken).certify()
 
 
+# ---- tasks of a stage ---------------------------------------------------------------------------
+
+
+def code_of(ws):
+    return [w.astype(jnp.bfloat16) for w in ws], jnp.float32(2)
+
+
+def coded(loop, kind=E):
+    """Each stage makes a code of its parameters, which its tasks decode."""
+    for stage in range(loop.table.num_stages):
+        read = [v for v in loop.constants if any(key.stage == stage for key in v.readers)]
+        loop, (*codes, scale) = loop.insert(kind, stage, lambda *ws: code_of(ws), read)
+        for old, code in zip(read, codes, strict=True):
+            for key in [key for key in old.readers if key.stage == stage]:
+                two = lambda w, s: s * w.astype("float32") / 2  # noqa: E731
+                loop = loop.before(key, two, [code, scale], of=old)
+    return loop
+
+
+@pytest.mark.parametrize(
+    "schedule", [Recompute(ZeroBubbleH1()), DualPipe(), Offload(Interleaved1F1B(2))], ids=str
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_stage_makes_of_constants_all_its_tasks_read(schedule, replicas):
+    stages = 2 * schedule.stages_per_rank
+    ws = [jax.random.normal(k, (WIDTH, WIDTH)) / 2 for k in jax.random.split(KEYS[0], stages)]
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
+    grad = jaxpp.microbatch(grad, M, replicas=replicas)
+    grad = jaxpp.schedule(grad, schedule)
+    fun, x = edit_loops(grad, coded), jnp.tile(X, (2, 1))
+    step = jaxpp.place(fun, mesh_of(2))
+    got = jax.device_get(step(ws, x))
+    # The backward, too, reads the rounded parameters.
+    rounded = [w.astype(jnp.bfloat16).astype(jnp.float32) for w in ws]
+    assert_same(got, jax.device_get(jaxpp.place(grad, mesh_of(2))(rounded, x)))
+    assert_close(got, jax.device_get(jax.jit(fun)(ws, x)))
+    assert jaxpp.certify(step, ws, x).exact
+    runs = [i for p in step.programs for i in p.instructions if isinstance(i, Run)]
+    count = sum(run.label.startswith("E") for run in runs)
+    assert count == stages * (2 if isinstance(schedule, DualPipe) else 1)
+
+
+def test_a_table_says_when_a_stage_makes_it_again():
+    orders = [["T0.0", "F0.0", "F0.1", "B0.0", "B0.1"]]
+    orders += [["E1.0", "F1.0", "T1.0", "B1.0", "F1.1", "E1.1", "B1.1"]]
+    step = jaxpp.place(edit_loops(grad_of(FromTable(from_tasks(orders)), 2), coded), mesh_of(2))
+    rounded = [w.astype(jnp.bfloat16).astype(jnp.float32) for w in WS]
+    assert_same(step(WS, X), jaxpp.place(grad_of(None, 2), mesh_of(2))(rounded, X))
+    runs = [i for p in step.programs for i in p.instructions if isinstance(i, Run)]
+    made = [run for run in runs if run.label[0] in "ET"]
+    assert [run.label for run in made] == ["T0.0", "E1.0", "T1.0", "E1.1"]
+
+
+def test_what_a_stage_makes_is_no_value_of_a_microbatch():
+    """So rules that go through the values do the same if the schedule gathers parameters."""
+    seen = []
+
+    def look(loop):
+        seen.append([(v.aval, v.maker, v.readers) for v in loop.values])
+        seen.append([(str(v.maker or "-"), *map(str, v.readers)) for v in loop.constants])
+        return loop
+
+    for schedule in (OneFOneB(), Gather(OneFOneB(), stages=[1])):
+        edited(look, schedule)
+    assert seen[0] == seen[-2]
+    assert seen[1] == [("-", "F0"), ("-", "F1", "B1")]
+    assert seen[-1] == [("-", "F0"), ("-", "G1"), ("G1", "F1", "B1")]
+
+
+def test_a_stage_makes_what_its_tasks_read_alone():
+    def rule(loop):
+        (weights,) = [v for v in loop.constants if ("F", 1) in v.readers and v.aval.ndim == 2]
+        loop, made = loop.insert(E, 1, lambda w: [w + 1, w + 2, w + 3], [weights])
+        return loop.read(("F", 1), made[1], of=weights)
+
+    step = jaxpp.place(edit_loops(grad_of(), rule), mesh_of(2))
+    step(WS, X)
+    (run,) = [i for i in step.programs[1].instructions if isinstance(i, Run) and i.label[0] == "E"]
+    assert len(run.outputs) == 1
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
@@ -392,6 +479,33 @@ def replaces_nothing(loop):
     return loop.replace(("F", 1), loop.gradients(("F", 1)), jnp.sin)
 
 
+def of_a_stage_and_a_microbatch(loop):
+    return loop.insert(E, 1, jnp.sin, [value_between(loop, ("F", 0), ("F", 1))])[0]
+
+
+def result_of_a_stage(loop):
+    loop, made = loop.insert(E, 0, jnp.sin, loop.constants[:1])
+    return loop.result("x", (E, 0), jnp.sum, made)
+
+
+def of_another_stage(loop):
+    loop, made = loop.insert(E, 1, jnp.sin, loop.constants[:1])
+    return loop.read(("F", 0), made, of=loop.constants[:1])
+
+
+def too_late(loop):
+    loop, made = loop.insert(E, 0, jnp.sin, loop.constants[:1], before=("B", 0))
+    return loop.read(("F", 0), made, of=loop.constants[:1])
+
+
+def made_again(loop):
+    return loop.insert(T, 0, jnp.sin, loop.constants[:1])[0]
+
+
+def replaces_a_constant(loop):
+    return loop.replace(("F", 0), loop.constants[:1], jnp.sin)
+
+
 def adds_a_result(loop):
     return loop.result("size", ("F", 0), jnp.max, [value_between(loop, ("F", 0), ("F", 1))])
 
@@ -417,6 +531,12 @@ def adds_a_result(loop):
         (named_twice, "adds two results named 'same'; put the stage in the name"),
         (gives_nothing, "gave None; a rule gives the loop"),
         (gives_a_pair, r"gave \(Loop.*; Loop.after and Loop.insert give a pair"),
+        (of_a_stage_and_a_microbatch, "lets E1, which is of its stage, read or give what is of a"),
+        (result_of_a_stage, "lets E0, which is of its stage, read or give what is of a microbatch"),
+        (of_another_stage, r"lets F.stage 0.* read what E1 makes, but no E of that stage"),
+        (too_late, r"lets F.stage 0, microbatch 0. read what E0 makes, but no E of that stage"),
+        (made_again, "inserts T0, but its work is that of other kinds"),
+        (replaces_a_constant, "a value that no task makes; let it read another by Loop.read"),
         (adds_a_result, "adds results, 'size', which has_aux=True returns"),
         (read_of_a_lost_loop, "a value of F0 that this loop does not make.* `loop, new ="),
         (result_of_a_lost_loop, "a value of F0 that this loop does not make"),
