@@ -51,8 +51,12 @@ class Stages:
 
     @property
     def entrances(self) -> str:
-        """Lists the user's lines that have the marks, in brackets; empty if there are none."""
-        lines = [_compat.source_line(mark) for mark in self.marks if mark is not None]
+        """Lists the names or else the user's lines of the marks, in brackets; empty without."""
+        marks = [mark for mark in self.marks if mark is not None]
+        names = dict.fromkeys(mark.params["name"] for mark in marks)
+        if marks and None not in names and len(names) == len(marks):
+            return f" (entered at {', '.join(map(repr, names))})"
+        lines = list(map(_compat.source_line, marks))
         return f" (entered at {listed(lines)})" if any(lines) else ""
 
     @functools.cached_property
@@ -139,13 +143,14 @@ def order_of_transforms(eqn: Eqn) -> str:
 def listed(lines: Sequence[str]) -> str:
     """Lists the user's lines that open stages, for an error; says why some are there twice."""
     counts = collections.Counter(lines)
-    each = ", ".join(f"{line} ({n} times)" if n > 1 else line for line, n in counts.items())
+    shown = ", ".join(f"{line} ({n} times)" if n > 1 else line for line, n in counts.items())
     if len(counts) == len(lines):
-        return each
+        return shown
     return (
-        f"{each}; a mark that is passed several times, as where a model is called twice, opens a "
-        f"stage each time: call the model once on both inputs, joined along the batch, give its "
-        f"marks a stage_id, so that all calls open one stage, or cut it by num_stages"
+        f"{shown}; a line opens a stage each time that it runs: for each layer of a loop, or for "
+        f"each call of a model. For a model with marks that is called twice: call the model once "
+        f"on both inputs, joined along the batch, give its marks a stage_id, so that all calls "
+        f"open one stage, or cut it by num_stages"
     )
 
 
