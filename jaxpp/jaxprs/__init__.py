@@ -29,7 +29,6 @@ from jaxpp.jaxprs._contexts import definition_of as definition_of
 from jaxpp.jaxprs._contexts import with_definition as with_definition
 from jaxpp.jaxprs._contexts import without_collections as without_collections
 from jaxpp.jaxprs._contexts import without_mesh as without_mesh
-from jaxpp.jaxprs._dimensions import found_again as found_again
 from jaxpp.jaxprs._equations import called_jaxpr as called_jaxpr
 from jaxpp.jaxprs._equations import contains as contains
 from jaxpp.jaxprs._equations import fresh_var as fresh_var

@@ -15,7 +15,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _specs, jaxprs
-from jaxpp.jaxprs import Atom, Aval, Eqn, Jaxpr, Literal, Var, found_again, primitives
+from jaxpp.jaxprs import Atom, Aval, Eqn, Jaxpr, Literal, Var, primitives
 
 #: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -122,23 +122,55 @@ def from_dimensions(eqn: Eqn) -> Rows | None:
         sized = "slice_sizes" in eqn.params and has_rows is not None and not all(has_rows[:2])
         params = functools.partial(_with_shape, eqn, "slice_sizes") if sized else None
         return None if has_rows is None else Rows(has_rows, params)
-    found = found_again(eqn)
-    if name not in _BY_ROWS:
+    at = _rows_at(eqn) if name in _BY_ROWS else None
+    if at is None or _mixes_rows(eqn):
         return None
-    if name == "iota":
-        found = [] if eqn.params["dimension"] else None
-    elif name == "reshape" and eqn.params.get("dimensions") is None:
-        found = [(0,)] if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
-    if found is None or _mixes_rows(eqn):
-        return None
-    has_rows, made = tuple(dims[:1] == (0,) for dims in found), num_rows(eqn.outvars[0]) >= 0
-    if made and (any(has_rows) or name in _SHAPES) and not any(0 in dims[1:] for dims in found):
+    has_rows, made = tuple(n == 0 for n in at), num_rows(eqn.outvars[0]) >= 0
+    if made and (any(has_rows) or name in _SHAPES) and not any(at):
         shape = _SHAPES.get(name)
         return Rows(has_rows, functools.partial(_with_shape, eqn, shape) if shape else None)
-    first = {dims[0] for dims in found if dims}
-    if name in _COMBINES and len(first) == 1 and (first.pop() or 0) >= eqn.outvars[0].aval.ndim:
-        return Rows(tuple(map(bool, found)), combine=_COMBINES[name])
+    if name in _COMBINES and any({*pair} == {0} for pair in zip(*_summed(eqn), strict=True)):
+        return Rows((True,) * len(at), combine=_COMBINES[name])
     return None
+
+
+def _rows_at(eqn: Eqn) -> list[int | None] | None:
+    """Finds for each operand which of its dimensions is the rows of the results, if one is.
+
+    It is None as a whole for an equation whose results have their rows from nothing else.
+    """
+    name, params, rows = eqn.primitive.name, eqn.params, num_rows(eqn.outvars[0])
+    shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+    if name == "iota":
+        return [] if params["dimension"] else None
+    if name == "reshape":
+        keeps = params.get("dimensions") is None and num_rows(eqn.invars[0]) == rows >= 0
+        return [0] if keeps else None
+    if name == "dot_general" and params["dimension_numbers"][1][0]:  # a batch of products
+        return [own[0] for own in params["dimension_numbers"][1]]
+    if name in _COMBINES or name in ("argmax", "argmin", "squeeze", "unstack"):
+        pairs = zip(shapes, _summed(eqn), strict=True)
+        first, *others = [
+            next((n for n in range(len(shape)) if n not in axes), None) for shape, axes in pairs
+        ]
+        return [first, *(own if first is None else None for own in others)]
+    if name == "transpose":
+        return [*params["permutation"][:1]]
+    if name == "broadcast_in_dim" and params["broadcast_dimensions"][:1] != (0,):
+        return [None] * len(shapes)
+    if name in _MIXES or name in ("pad", "slice"):  # of perhaps another size
+        return [0 if shape else None for shape in shapes]
+    return [0 if shape[:1] == (rows,) else None for shape in shapes]
+
+
+def _summed(eqn: Eqn) -> Sequence[Sequence[int]]:
+    """Returns for each operand the dimensions that the results do not have."""
+    params = eqn.params
+    if eqn.primitive.name == "dot_general":
+        return params["dimension_numbers"][0]
+    if eqn.primitive.name == "unstack":
+        return [(params["axis"],)]
+    return [params["axes" if "axes" in params else "dimensions"]]
 
 
 def _mixes_rows(eqn: Eqn) -> bool:
