@@ -147,22 +147,32 @@ class Signature:
         """Tells whether another signature has the same types, so that only static leaves differ."""
         return (self.tree, self.avals) == (other.tree, other.avals)
 
-    def difference(self, args: Any) -> str:
-        leaves, tree = jtu.tree_flatten_with_path(args)
-        if tree != self.tree:
-            own, known = jtu.treedef_children(tree), jtu.treedef_children(self.tree)
-            if len(own) != len(known):
-                return f"there are {len(own)} of them, not {len(known)}"
-            apart = next(n for n, (a, b) in enumerate(zip(own, known, strict=True)) if a != b)
-            return f"args[{apart}] has another structure"
-        for (path, leaf), aval, value, number in zip(
-            leaves, self.avals, self.static, self.numbers, strict=True
-        ):
-            known = value if aval is None else aval
-            now = type_of(leaf) if _is_traced(leaf, number) else leaf
-            if now != known:
-                return f"args{jtu.keystr(path)} is {describe(now)}, not {describe(known)}"
-        return "none"
+    def difference(self, args: Sequence[Any]) -> str:
+        """Says where arguments, or their types, differ first from those of the signature."""
+        given, known = Signature.of(args, self.static_argnums).types, self.types
+        if len(given) != len(known):
+            return f"there are {len(given)} of them, not {len(known)}"
+        return next(
+            (f"args[{n}]{d}" for n, own in enumerate(given) if (d := _difference(own, known[n]))),
+            "none",
+        )
+
+
+def _difference(own: Any, other: Any) -> str:
+    """Says where two pytrees differ first, as the end of a sentence; empty if they do not."""
+    leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(own)}
+    others = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(other)}
+    for path in [*others, *leaves]:
+        if path not in leaves:
+            return f"{path} is missing"
+        if path not in others:
+            return f"{path} is one too many"
+        x, y = leaves[path], others[path]
+        if x is not y and (type(x) is not type(y) or x != y):
+            return f"{path} is {describe(x)}, not {describe(y)}"
+    if jtu.tree_structure(own) != jtu.tree_structure(other):
+        return " has another structure, though its leaves are alike"
+    return ""
 
 
 def with_arrays(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any, ...]:

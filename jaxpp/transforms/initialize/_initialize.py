@@ -21,7 +21,7 @@ from jaxpp._messages import warn
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated, type_of
 from jaxpp.jaxprs import Atom, Aval, Eqn, Flow, Literal, Var
-from jaxpp.transforms._signature import describe, with_arrays
+from jaxpp.transforms._signature import Signature, with_arrays
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import Body, GraphTask, GraphValue, TaskGraph, assign, lower
 from jaxpp.transforms.stacked import Bounds, Slicer
@@ -64,46 +64,29 @@ def first_arguments(traced: jaxprs.Traced) -> tuple[Any, ...]:
     return result if type(result) is tuple else (result,)
 
 
-def check_initializer(state: Sequence[Any], wanted: Sequence[Any]) -> None:
+def check_initializer(state: Sequence[Any], wanted: Signature) -> None:
     """Checks that an initialiser makes the arguments that a step takes.
 
     Args:
         state: the arguments made: pytrees of `jax.ShapeDtypeStruct`s and static leaves.
-        wanted: all arguments of the step, likewise; the first of them are compared.
+        wanted: the step's arguments, the first of which are compared.
 
     Raises:
         TypeError: they differ; the message names the first leaf that does.
     """
-    if len(state) > len(wanted):
+    if len(state) > len(wanted.types):
         raise TypeError(
             f"initialize: init_fn returns a tuple of {len(state)}, but the step has "
-            f"{len(wanted)} arguments; a tuple stands for the step's first arguments, so wrap one "
-            f"that is an argument itself: return (state,)."
+            f"{len(wanted.types)} arguments; a tuple stands for the step's first arguments, so "
+            f"wrap one that is an argument itself: return (state,)."
         )
-    for n, (own, other) in enumerate(zip(state, wanted, strict=False)):
-        if problem := _difference(own, other):
-            raise TypeError(
-                f"initialize: what init_fn makes is not what the step was compiled for: "
-                f"args[{n}]{problem}. Lower the step for what init_fn returns, or call initialize "
-                f"of the placed function, which does."
-            )
-
-
-def _difference(own: Any, other: Any) -> str:
-    """Says where two pytrees differ first, as the end of a sentence; empty if they do not."""
-    leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(own)}
-    others = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(other)}
-    for path in [*others, *leaves]:
-        if path not in leaves:
-            return f"{path} is missing"
-        if path not in others:
-            return f"{path} is one too many"
-        x, y = leaves[path], others[path]
-        if x is not y and (type(x) is not type(y) or x != y):
-            return f"{path} is {describe(x)}, not {describe(y)}"
-    if jtu.tree_structure(own) != jtu.tree_structure(other):
-        return " has another structure, though its leaves are alike"
-    return ""
+    problem = wanted.difference((*state, *wanted.types[len(state) :]))
+    if problem != "none":
+        raise TypeError(
+            f"initialize: what init_fn makes is not what the step was compiled for: {problem}. "
+            f"Lower the step for what init_fn returns, or call initialize of the placed function, "
+            f"which does."
+        )
 
 
 def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bundle:
