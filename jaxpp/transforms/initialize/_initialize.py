@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
-import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _compat, jaxprs

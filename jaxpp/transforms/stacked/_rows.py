@@ -134,7 +134,7 @@ def from_dimensions(eqn: Eqn) -> Rows | None:
     return None
 
 
-def _rows_at(eqn: Eqn) -> list[int | None] | None:
+def _rows_at(eqn: Eqn) -> Sequence[int | None] | None:
     """Finds for each operand which of its dimensions is the rows of the results, if one is.
 
     It is None as a whole for an equation whose results have their rows from nothing else.
