@@ -177,11 +177,7 @@ def _line(record: Argument | Result) -> str:
 
 
 def changes(texts: Mapping[str, str]) -> str:
-    """Writes the first of some texts, and of each further one the lines that changed.
-
-    Args:
-        texts: the text after each pass, by the pass's name.
-    """
+    """Writes the first text, and the lines that changed in each further one, by their names."""
     (first, *lines), *rest = ([name, *text.splitlines()] for name, text in texts.items())
     said = [f"==== {first}", *lines]
     for name, *text in rest:

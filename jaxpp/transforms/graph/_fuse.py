@@ -21,14 +21,8 @@ def fuse(graph: TaskGraph, which: Fuse) -> tuple[TaskGraph, tuple[str, ...]]:
     """Fuses tasks of a rank that are neighbours in its order.
 
     What is fused starts when the inputs of all are there, and what any of them makes is sent after
-    it. Each task is a call in the new computation; equal ones share a computation.
-
-    Args:
-        graph: the tasks.
-        which: which of them.
-
-    Returns:
-        The tasks, and why some pairs stay apart, a line for each reason.
+    it. Each task is a call in the new computation; equal ones share a computation. Also says why
+    some pairs stay apart, a line for each reason.
     """
     notes: tuple[str, ...] = ()
     bodies: dict[Hashable, Body] = {}

@@ -131,13 +131,7 @@ _At = tuple[int, int]
 
 
 def lower(step: Step, graph: TaskGraph, specs: Mapping[GraphValue, Spec]) -> Bundle:
-    """Lowers the tasks of a step to programs.
-
-    Args:
-        step: the step.
-        graph: its tasks.
-        specs: how each value is split inside a rank; nothing where a rank is one device.
-    """
+    """Lowers the tasks of a step to programs, with the specs that `assign` gave."""
     uses = _Uses(graph)
     routes = _routes(uses)
     numbers, computations = _computations(uses, specs)
@@ -396,10 +390,6 @@ def assign(step: Step, graph: TaskGraph) -> dict[GraphValue, Spec]:
 
     What may be split in any way (zeros, positions) is split as the first task that reads it wants,
     and the first value of an accumulator as what is added to it.
-
-    Args:
-        step: the step.
-        graph: its tasks.
     """
     if step.inside is None:
         return {}

@@ -31,10 +31,7 @@ def trace_initializer(
 ) -> jaxprs.Traced:
     """Traces an initialiser, without computing anything.
 
-    Args:
-        init_fn: the initialiser, which makes the first arguments of a step.
-        args: its arguments.
-        static_argnums: those of the step; numbers in other arguments are made as arrays.
+    It makes numbers in a step's arguments arrays, but for those of `static_argnums`.
 
     Raises:
         ValueError: it prints, or has another effect, for which no rank could be chosen.
@@ -131,10 +128,7 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
 class _InitializerGraph:
     """Adds the operations of each rank to a graph, as tasks.
 
-    Args:
-        jaxpr: the initialiser.
-        arguments: the records of its inputs.
-        specs: the spec of each output inside a rank; None if ranks have no axes.
+    `specs` has the spec of each output inside a rank; it is None if ranks have no axes.
     """
 
     def __init__(

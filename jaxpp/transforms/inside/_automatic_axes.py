@@ -29,13 +29,7 @@ def automatic(mesh: AbstractMesh) -> AbstractMesh:
 def trace(
     fun: Callable, types: Any, specs: Sequence[Spec | None], inside: AbstractMesh | None
 ) -> jaxprs.Traced:
-    """Traces a step; its explicit axes become automatic.
-
-    Args:
-        fun: the step.
-        types: the types of its arguments.
-        specs: the spec of each array among these; None where it is open.
-        inside: the mesh of a rank without its devices; None where a rank is one device.
+    """Traces a step, at arguments of some types and specs; its explicit axes become automatic.
 
     Raises:
         ValueError: a constraint is over a mesh of its own, or a sum is left `unreduced`.
@@ -181,23 +175,13 @@ def _constraint(eqn: Eqn, operand: Atom, wanted: NamedSharding, result: Var) -> 
 
 
 def constraint(var: Atom, spec: PartitionSpec, result: Var) -> Eqn:
-    """Makes an equation that splits a variable, under the abstract mesh that is set.
-
-    Args:
-        var: the variable, of the type of `result`.
-        spec: the axes to split each dimension over.
-        result: the variable of the result.
-    """
+    """Makes an equation that splits a variable, under the abstract mesh that is set."""
     (eqn,) = jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
     return eqn
 
 
 def check_constraints(jaxpr: jex.ClosedJaxpr | Jaxpr, inside: AbstractMesh | None) -> None:
     """Checks that constraints name axes alone, and no devices.
-
-    Args:
-        jaxpr: the step.
-        inside: the mesh of every rank without its devices; None where each is one device.
 
     Raises:
         ValueError: a constraint, a `shard_map`, or a sharding that a `jax.jit` gives its arguments

@@ -295,11 +295,7 @@ def split_examples(step: Step) -> Step:
 
 
 def cost_of_sharing(step: Step) -> str:
-    """Says what it costs that devices share the examples of a microbatch; empty if it is little.
-
-    Args:
-        step: the step, after `split_examples`.
-    """
+    """Says what it costs that devices share the examples of a microbatch; empty if it is little."""
     if step.inside is None or not (axes := step.inside.examples):
         return ""
     for eqn in filter(_shares_examples, step.jaxpr.eqns):

@@ -26,13 +26,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentLeaf:
-    """A leaf of the arguments, its path, and what `in_axes` says of it.
-
-    Args:
-        value: the leaf.
-        path: such as `[0].weight`.
-        entry: its entry of `in_axes`.
-    """
+    """A leaf of the arguments, its path such as `[0].weight`, and what `in_axes` says of it."""
 
     value: Any
     path: str
@@ -124,14 +118,7 @@ def broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool])
 
 
 def check_sizes(args: tuple, arguments: Sequence[ArgumentLeaf], count: int, replicas: int) -> None:
-    """Checks the arrays to slice.
-
-    Args:
-        args: the arguments.
-        arguments: their leaves.
-        count: the number of slices, of all replicas.
-        replicas: the number of replicas.
-    """
+    """Checks the arrays to slice, into `count` slices of all replicas."""
     sliced = [a for a in arguments if a.is_sliced]
     try:
         _check_sizes(sliced, count, replicas)
@@ -241,11 +228,7 @@ def _is_key(x: Any) -> bool:
 
 
 def note_on_keys(error: Exception, arguments: Sequence[ArgumentLeaf]) -> bool:
-    """Explains an error of a function whose slice of random keys is an array of one key.
-
-    Returns:
-        Whether it was such an error.
-    """
+    """Explains an error of a function whose slice of keys is an array of one; tells if it is so."""
     for a in arguments:
         if a.is_sliced and _is_key(a.value) and "key" in str(error):
             error.add_note(

@@ -151,14 +151,8 @@ def cotangent_of_slices(
 ) -> tuple[str, jax.Array]:
     """Returns the cotangent of each microbatch's output from that of the combined output.
 
-    Args:
-        operator: the operator that combined the outputs; not one that `is_chain`.
-        ct: the cotangent of the combined output.
-        num_microbatches: the number of microbatches.
-
-    Returns:
-        `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
-        along a new first axis.
+    It is `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
+    along a new first axis. The operator is none that `is_chain`.
     """
     if is_sum(operator):
         return "whole", ct / num_microbatches if operator.name == "mean" else ct
@@ -269,12 +263,6 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
 
 def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
     """Finds how the values of replicas are combined, for an output of one slice like `x`.
-
-    Args:
-        operator: the operator of the output.
-        merge: what the user gave for it; None for the default.
-        path: the path of the output.
-        x: the type of the output.
 
     Raises:
         ValueError: if it is not known, or no such output is merged.

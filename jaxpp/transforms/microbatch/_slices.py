@@ -339,15 +339,9 @@ def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) 
 
 
 def _run_replicas(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) -> Any:
-    """Runs a loop for each replica.
+    """Runs a loop for each replica, of which the d-th has the d-th run of all slices.
 
-    Args:
-        loop: a function of slices, along the first axis of arrays; it gives a pytree.
-        slices: those of all replicas: replica d has the d-th run of them.
-        replicas: the number of replicas, which divides that of the slices.
-
-    Returns:
-        What the loop gives, its arrays with a new first axis of a row for each replica.
+    The arrays of the result have a new first axis, of a row for each replica.
     """
 
     def replica(_, slices):
@@ -366,12 +360,7 @@ def _by_replica(x: Any, replicas: int) -> Any:
 
 
 def _merged(operator: Reduction, rows: Any) -> Any:
-    """Combines the values of the replicas, in order, as an operator says.
-
-    Args:
-        operator: the operator that made the values.
-        rows: a pytree of arrays; the first axis has a row for each replica.
-    """
+    """Combines the values of the replicas, a row each, in order, as the operator of them says."""
     is_carried = isinstance(operator, _reductions.Carry)
     how: Any = operator.merge if is_carried else operator.name
     if isinstance(operator, _reductions.Fold) and operator.merge:

@@ -229,12 +229,7 @@ Used = tuple[Var, tuple[int, int], frozenset[int]]
 
 
 def rows_used(eqns: Sequence[tuple[Eqn, int | None]], classes: Classes) -> list[Used]:
-    """Finds the arrays of which stages make rows, and which rows stages read of such arrays.
-
-    Args:
-        eqns: equations, each with its stage, or None.
-        classes: the classes of their variables.
-    """
+    """Finds the arrays of which stages make rows, and which rows stages read of such arrays."""
     used = list(_rows_made(eqns))
     made = {classes.of(v) for v, *_ in used}
     for eqn, stage in eqns:

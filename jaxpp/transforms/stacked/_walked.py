@@ -21,12 +21,7 @@ def walked_as_xs(
 ) -> tuple[jex.ClosedJaxpr, list[Eqn]]:
     """Makes the stacks whose rows a scan takes by the number of the iteration xs of the scan.
 
-    Args:
-        jaxpr: the program.
-        is_stack: tells whether a constant of a scan is such a stack, if its rows are taken so.
-
-    Returns:
-        the program, and those of its scans that take rows so.
+    `is_stack` tells whether a constant of a scan may be one. Also gives the scans that have some.
     """
     walking: list[Eqn] = []
 
@@ -112,8 +107,7 @@ class _Walk:
     def rows(self) -> dict[Var, tuple[int, int]]:
         """Finds what is a row of a constant, the next one in each iteration.
 
-        Returns:
-            for each such variable the number of the constant, and the row of the first iteration.
+        It has the number of the constant, and the row of the first iteration.
         """
         found = {}
         for eqn, stack in self.takers:
@@ -126,11 +120,7 @@ class _Walk:
         return found
 
     def over(self, taken: Mapping[Var, tuple[int, int]]) -> jaxprs.Replacement:
-        """Makes the scan over constants; the numbers that it counts are further xs.
-
-        Args:
-            taken: the variables that are rows of constants, as `rows` gives them.
-        """
+        """Makes the scan over constants, as `rows` gives them; what it counts are xs, too."""
         num_consts, num_carry = _compat.scan_parts(self.eqn)
         inside, outvars = self.body.jaxpr.invars, self.body.jaxpr.outvars
         consts, carries, xs = (

@@ -145,11 +145,7 @@ def cut_balanced(
 
 
 def cost_of(balance: Balance) -> jaxprs.Cost:
-    """Returns the cost of an equation by which layers are found, and stages balanced.
-
-    Raises:
-        ValueError: nothing can be balanced by what is given.
-    """
+    """Returns the cost by which layers are found, and stages balanced; a ValueError for no cost."""
     if isinstance(balance, Units | Finest):
         return jaxprs.flops
     return jaxprs.cost_function(balance)

@@ -160,11 +160,7 @@ def borders(units: Sequence[Unit], crossing: Sequence[float]) -> list[int]:
     """Finds the positions before, between and after layers; none where there are no two layers.
 
     Each is, of the positions between two layers, the one that the fewest bytes cross. What comes
-    after the last layer begins as soon as it can.
-
-    Args:
-        units: the units, which are layers if they are repeated.
-        crossing: the bytes that cross before each equation; infinite where no cut is allowed.
+    after the last layer begins as soon as it can. `crossing` is infinite where no cut is allowed.
     """
     layers = layers_of(units)
     if len(layers) < 2:
