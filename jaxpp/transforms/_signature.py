@@ -108,7 +108,7 @@ class Signature:
     def of(args: Sequence[Any], static_argnums: tuple[int, ...]) -> "Signature":
         leaves, tree = jtu.tree_flatten(args)
         numbers = tuple(_numbers_traced(args, static_argnums))
-        traced = [_is_traced(x, own) for x, own in zip(leaves, numbers, strict=True)]
+        traced = [_is_traced(x, is_number) for x, is_number in zip(leaves, numbers, strict=True)]
         avals = tuple(type_of(x) if t else None for x, t in zip(leaves, traced, strict=True))
         static = tuple(None if t else x for x, t in zip(leaves, traced, strict=True))
         arrays = tuple(i for i, t in enumerate(traced) if t)
@@ -132,12 +132,12 @@ class Signature:
                 if jaxprs.is_array(leaf):
                     return False
             elif isinstance(leaf, jax.Array):
-                own = leaf.aval
-                if own.shape != aval.shape or own.dtype != aval.dtype:
+                given = leaf.aval
+                if given.shape != aval.shape or given.dtype != aval.dtype:
                     return False
-                if own.weak_type != aval.weak_type:
+                if given.weak_type != aval.weak_type:
                     return False
-                if _compat.memory_kind(own) != _compat.memory_kind(aval):
+                if _compat.memory_kind(given) != _compat.memory_kind(aval):
                     return False
             elif not _is_traced(leaf, number) or type_of(leaf) != aval:
                 return False
@@ -153,14 +153,14 @@ class Signature:
         if len(given) != len(known):
             return f"there are {len(given)} of them, not {len(known)}"
         return next(
-            (f"args[{n}]{d}" for n, own in enumerate(given) if (d := _difference(own, known[n]))),
+            (f"args[{n}]{d}" for n, arg in enumerate(given) if (d := _difference(arg, known[n]))),
             "none",
         )
 
 
-def _difference(own: Any, other: Any) -> str:
+def _difference(given: Any, other: Any) -> str:
     """Says where two pytrees differ first, as the end of a sentence; empty if they do not."""
-    leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(own)}
+    leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(given)}
     others = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(other)}
     for path in [*others, *leaves]:
         if path not in leaves:
@@ -170,7 +170,7 @@ def _difference(own: Any, other: Any) -> str:
         x, y = leaves[path], others[path]
         if x is not y and (type(x) is not type(y) or x != y):
             return f"{path} is {describe(x)}, not {describe(y)}"
-    if jtu.tree_structure(own) != jtu.tree_structure(other):
+    if jtu.tree_structure(given) != jtu.tree_structure(other):
         return " has another structure, though its leaves are alike"
     return ""
 

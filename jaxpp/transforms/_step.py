@@ -153,8 +153,8 @@ def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Var]) -> dict[Var, str]
     read = set(jaxprs.variables([*opened.outvars, *(v for e in opened.eqns for v in e.invars)]))
     named = [v for v in variables if v in read]
     # A variable has its name from where the text has it first; the results come last.
-    own = _compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars])
-    text = str(_with_bodies_as_text(own))
+    shown = _compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars])
+    text = str(_with_bodies_as_text(shown))
     names = map(str.strip, text.rpartition(" in (")[2].partition(")")[0].split(","))
     return dict.fromkeys(variables, "_") | dict(zip(named, names, strict=False))
 

@@ -212,12 +212,12 @@ def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[GraphValue], i
     for value, by_rank in uses.readers.items():
         if value.constant is not None:
             continue
-        made = uses.made[value]
+        makers = uses.made[value]
         for rank, index in by_rank.items():
-            if rank in made:
+            if rank in makers:
                 continue
-            source = min(made)
-            route = (made[source], source, rank)
+            source = min(makers)
+            route = (makers[source], source, rank)
             wanted.setdefault(route, []).append(value)
             first_read[route] = min(first_read.get(route, index), index)
             uses.send(value, source, rank)

@@ -38,10 +38,10 @@ def trace_initializer(
     """
 
     def make(*args):
-        made = init_fn(*args)
-        if type(made) is tuple:
-            return with_arrays(made, static_argnums)
-        return with_arrays((made,), static_argnums)[0]
+        state = init_fn(*args)
+        if type(state) is tuple:
+            return with_arrays(state, static_argnums)
+        return with_arrays((state,), static_argnums)[0]
 
     traced = jaxprs.trace(make, args)
     for eqn in traced.jaxpr.eqns:
@@ -94,10 +94,10 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
             reads, of a stacked array its rows; the first rank also makes those that none reads.
         arg_names: a name for each of the initialiser's flat inputs.
     """
-    made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
+    state = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
     # JAX runs the bodies of all calls but of jitted functions operation by operation, too.
     jaxpr = jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
-    jaxpr, blamed = with_parts(jaxpr, cuts_of(made))
+    jaxpr, blamed = with_parts(jaxpr, cuts_of(state))
     for n, eqn in blamed.items():
         warn(
             f"initialize: each rank that has some of the layers of {traced.output_paths()[n]} "
@@ -105,22 +105,22 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
             f"{_compat.at_source_line(eqn)} cannot be computed layer by layer. An initialiser of "
             f"one layer under jax.vmap over keys can."
         )
-    reads = [{n for n, _ in p.inputs if n < len(made)} for p in step.programs]
-    reads[0] |= set(range(len(made))).difference(*reads)
+    reads = [{n for n, _ in p.inputs if n < len(state)} for p in step.programs]
+    reads[0] |= set(range(len(state))).difference(*reads)
     arguments = tuple(
         Argument(name, v.aval, n)
         for n, (name, v) in enumerate(zip(arg_names, jaxpr.jaxpr.invars, strict=True))
     )
     results = tuple(
         Result(v.aval, a.array, a.rows, spec=a.spec)
-        for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
+        for v, a in zip(jaxpr.jaxpr.outvars, state, strict=True)
     )
     inside = step.inside and Inside(step.inside, {})
     builder = _InitializerGraph(
-        jaxpr, arguments, None if inside is None else [a.spec for a in made]
+        jaxpr, arguments, None if inside is None else [a.spec for a in state]
     )
-    for rank, own in enumerate(reads):
-        builder.add_rank(rank, sorted(own))
+    for rank, read in enumerate(reads):
+        builder.add_rank(rank, sorted(read))
     whole, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
     return lower(whole, graph, assign(whole, graph))
 
@@ -140,7 +140,8 @@ class _InitializerGraph:
         self.jaxpr, self.specs = jaxpr, specs
         invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
         self.given = [
-            self._value(v.aval, argument=own) for v, own in zip(invars, arguments, strict=True)
+            self._value(v.aval, argument=record)
+            for v, record in zip(invars, arguments, strict=True)
         ]
         self.made = [
             self._value(v.aval, None if specs is None else specs[n]) for n, v in enumerate(outvars)
@@ -172,7 +173,7 @@ class _InitializerGraph:
         for eqn in eqns:
             results = [v for v in eqn.outvars if v in read or v in outputs]
             values |= {v: outputs[v] if v in outputs else self._value(v.aval) for v in results}
-            own = tuple(outputs[v] for v in results if v in outputs)
+            finished = tuple(outputs[v] for v in results if v in outputs)
             self.tasks.append(
                 GraphTask(
                     rank,
@@ -183,10 +184,10 @@ class _InitializerGraph:
                     tuple(values[v] for v in results),
                     "initialize",
                     # It takes memory once dispatched: so at most two outputs are made at once.
-                    waits=before if own else (),
+                    waits=before if finished else (),
                 )
             )
-            before = own or before
+            before = finished or before
         for n, v in enumerate(slim.jaxpr.invars):
             self.readers[n] += [rank] * (v in read)
         for n in owned:
@@ -195,8 +196,8 @@ class _InitializerGraph:
     def graph(self, num_ranks: int) -> TaskGraph:
         """The graph of all operations."""
         arguments, results = (
-            tuple((value, tuple(ranks)) for value, ranks in zip(values, own, strict=True))
-            for values, own in ((self.given, self.readers), (self.made, self.makers))
+            tuple((value, tuple(ranks)) for value, ranks in zip(values, ranks_of, strict=True))
+            for values, ranks_of in ((self.given, self.readers), (self.made, self.makers))
         )
         return TaskGraph(tuple(self.tasks), arguments, results, ((),) * num_ranks)
 
@@ -231,9 +232,9 @@ def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Eqn]:
     """
     flow, done, ordered = Flow(jaxpr.eqns), set(), []
     for output in jaxprs.variables(jaxpr.jaxpr.outvars):
-        made = {i for _, i in flow.behind([output], done.__contains__) if i is not None} - done
-        done |= made
-        ordered += [jaxpr.eqns[i] for i in sorted(made)]
+        needed = {i for _, i in flow.behind([output], done.__contains__) if i is not None} - done
+        done |= needed
+        ordered += [jaxpr.eqns[i] for i in sorted(needed)]
     return ordered
 
 

@@ -78,7 +78,7 @@ def on_rows(
         jaxpr = _over_others(jaxpr, inside.replicas)
 
     def local(*operands):
-        rows = [x for x, own in zip(operands, has_rows, strict=True) if own]
+        rows = [x for x, has_row in zip(operands, has_rows, strict=True) if has_row]
 
         def of_replica(rows):
             rest = iter(rows)
@@ -94,7 +94,7 @@ def on_rows(
     split = PartitionSpec(inside.replicas)
     return jax.shard_map(
         local,
-        in_specs=tuple(split if own else PartitionSpec() for own in has_rows),
+        in_specs=tuple(split if has_row else PartitionSpec() for has_row in has_rows),
         out_specs=split,
         axis_names={inside.replicas},
         check_vma=False,
@@ -134,8 +134,8 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
             )
         results = list(map(retyped, eqn.outvars))
         params = {k: mapped(v, without_axis) for k, v in eqn.params.items()}
-        own = eqn.replace(params=params, outvars=results)
-        return [_compat.under_mesh(own, _manual_along(axis))], results
+        new = eqn.replace(params=params, outvars=results)
+        return [_compat.under_mesh(new, _manual_along(axis))], results
 
     def retyped(var: Var) -> Var:
         sharding = getattr(var.aval, "sharding", None)
@@ -172,8 +172,8 @@ def _manual_along(axis: str) -> Callable[[AbstractMesh], AbstractMesh]:
 def _entry_without(entry: Any, axis: str) -> Any:
     if not isinstance(entry, str | tuple):
         return entry  # None, or one that is left open
-    own = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a != axis)
-    return own if len(own) > 1 else own[0] if own else None
+    axes = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a != axis)
+    return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 # ---- the reduction over replicas -----------------------------------------------------------------
@@ -191,7 +191,7 @@ def reduce_replicas(step: Step) -> Step:
     if inside.zero[Role.OPTIMIZER] == (inside.replicas,):
         rows = jaxprs.operands_of(filter(is_reduction, step.jaxpr.eqns))
         known = variable_specs(step.jaxpr, rows, [a.spec for a in step.arguments], inside.sizes)
-    made: dict[Hashable, Eqn] = {}  # those of equal arrays are one
+    calls: dict[Hashable, Eqn] = {}  # those of equal arrays are one
     eqns: list[Eqn] = []
     for eqn in step.jaxpr.eqns:
         if not is_reduction(eqn) or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
@@ -201,11 +201,11 @@ def reduce_replicas(step: Step) -> Step:
         (rows,), (total,) = jaxprs.variables(eqn.invars), eqn.outvars
         dimension = _scattered_dimension(how, rows, total, known, inside)
         key = how, dimension, rows.aval
-        if key not in made:
+        if key not in calls:
             reduce = _reduction(how, inside.replicas, dimension)
             call = functools.partial(call_as, f"merge_{how}", reduce)
-            (made[key],) = jax.make_jaxpr(lambda rows, call=call: call((rows,)))(rows.aval).eqns
-        new = made[key]
+            (calls[key],) = jax.make_jaxpr(lambda rows, call=call: call((rows,)))(rows.aval).eqns
+        new = calls[key]
         eqns.append(new.replace(invars=[rows], outvars=[total], source_info=eqn.source_info))
     jaxpr = _compat.with_equations(step.jaxpr, eqns, step.jaxpr.jaxpr.outvars)
     return dataclasses.replace(step, jaxpr=jaxpr)
@@ -221,7 +221,7 @@ def _scattered_dimension(
     spec = only(given[1:], [a for a in inside.sizes if a != inside.replicas])
     target = scattered(spec, total.aval.shape, (inside.replicas,), inside.sizes)
     pairs = enumerate(zip(target or (), spec, strict=False))
-    return next((n for n, (own, before) in pairs if own != before), None)
+    return next((n for n, (after, before) in pairs if after != before), None)
 
 
 def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Array], jax.Array]:
@@ -232,13 +232,13 @@ def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Arra
     )
 
     def part(rows):
-        own = functools.reduce(combine, list(rows))
+        summed = functools.reduce(combine, list(rows))
         if collective is None:
-            return own[None]
+            return summed[None]
         if dimension is not None:
-            total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)
+            total = jax.lax.psum_scatter(summed, axis, scatter_dimension=dimension, tiled=True)
         else:
-            total = collective(own, axis)
+            total = collective(summed, axis)
         return as_weak_as(rows, total)
 
     if collective is not None:
@@ -285,8 +285,8 @@ def split_examples(step: Step) -> Step:
             dimension, new = _split(v, spec, maker, known, inside.sizes)
             axes |= dict.fromkeys(new[dimension])
             if new != spec:
-                operands[n] = own = jaxprs.fresh_var(v)
-                eqns.append(constraint(v, partition_spec(new), own))
+                operands[n] = result = jaxprs.fresh_var(v)
+                eqns.append(constraint(v, partition_spec(new), result))
         eqns.append(eqn.replace(invars=operands))
     examples = tuple(a for a in axes if inside.sizes[a] > 1)
     inside = dataclasses.replace(inside, examples=examples)
@@ -320,8 +320,8 @@ def _left_to_replicas(jaxpr: jex.ClosedJaxpr, axis: str) -> jex.ClosedJaxpr:
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     changed: dict[Var, Eqn] = {}
     for loop in (e for e in jaxpr.eqns if is_loop(e) and e.params["replicas"] > 1):
-        own = ScheduledLoop.of(loop)
-        given = own.num_consts + own.num_carry * own.num_directions
+        scheduled = ScheduledLoop.of(loop)
+        given = scheduled.num_consts + scheduled.num_carry * scheduled.num_directions
         for v in jaxprs.variables(loop.invars[given:]):
             found: list[tuple[Var, Eqn]] = []
             while v in maker and maker[v].primitive.name in _SLICING:
@@ -341,8 +341,8 @@ def _open_over(axis: str, spec: PartitionSpec) -> PartitionSpec:
     """Leaves an axis out of a spec, and open what is whole then."""
     entries = (e if isinstance(e, str | tuple) else () for e in spec)
     axes = ((e,) if isinstance(e, str) else e for e in entries)
-    kept = (tuple(a for a in own if a != axis) for own in axes)
-    return PartitionSpec(*(own or PartitionSpec.UNCONSTRAINED for own in kept))
+    kept = (tuple(a for a in entry if a != axis) for entry in axes)
+    return PartitionSpec(*(entry or PartitionSpec.UNCONSTRAINED for entry in kept))
 
 
 def _shares_examples(eqn: Eqn) -> bool:

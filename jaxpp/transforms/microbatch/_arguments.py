@@ -130,24 +130,24 @@ def check_sizes(args: tuple, arguments: Sequence[ArgumentLeaf], count: int, repl
 
 def _sliced_model(args: tuple, sliced: Sequence[ArgumentLeaf]) -> str:
     """Explains an error by a model that `in_axes` slices; empty where it slices none."""
-    own = without_keywords(args)
-    sizes: dict[int, set[Any]] = {n: set() for n in range(len(own))}
+    given = without_keywords(args)
+    sizes: dict[int, set[Any]] = {n: set() for n in range(len(given))}
     for a in sliced:
         n = int(a.path[1 : a.path.index("]")]) if a.path.startswith("[") else -1
         if n in sizes:
             x, axis = a.value, a.axis
             sizes[n].add(x.shape[axis] if -x.ndim <= axis < x.ndim else None)
-    models = [n for n in sizes if sizes[n] and _holds_parameters(own[n], sizes[n])]
-    if not models or len(models) == len([n for n in sizes if sizes[n]]) == len(own):
+    models = [n for n in sizes if sizes[n] and _holds_parameters(given[n], sizes[n])]
+    if not models or len(models) == len([n for n in sizes if sizes[n]]) == len(given):
         return ""
     n = models[0]
-    axes = tuple(None if k in models or not _has_arrays(own[k]) else 0 for k in range(len(own)))
+    axes = tuple(None if k in models or not _has_arrays(given[k]) else 0 for k in range(len(given)))
     note = ""
     if n > 0 and not sizes[0]:
         note = " By default a function takes the model first, and then the batch: (None, 0)."
     return (
         f"microbatch: in_axes slices args[{n}], which holds the parameters of a model "
-        f"({type(own[n]).__name__}), but each microbatch needs all of them. Give it None: "
+        f"({type(given[n]).__name__}), but each microbatch needs all of them. Give it None: "
         f"in_axes={axes}.{note}"
     )
 

@@ -196,14 +196,14 @@ def accumulate_in(operator: Reduction, dtype: Any, x: Any) -> Reduction:
             f"microbatch: accumulator_dtype holds {dtype!r}, which is no floating-point dtype; "
             f"give one, such as jnp.float32, None for an output's own, or {AUTO!r}."
         )
-    own = dtype_of_sum(dtype, x)
-    if not isinstance(operator, Fold) or not operator.sums or own == x.dtype:
+    sum_dtype = dtype_of_sum(dtype, x)
+    if not isinstance(operator, Fold) or not operator.sums or sum_dtype == x.dtype:
         return dataclasses.replace(operator, dtype=dtype)
-    result, finish = x.dtype if _is_auto(dtype) else own, operator.finish
+    result, finish = x.dtype if _is_auto(dtype) else sum_dtype, operator.finish
     return dataclasses.replace(
         operator,
-        init=lambda x: _specs.filled(x, 0, own),
-        combine=lambda acc, x: acc + x.astype(own),
+        init=lambda x: _specs.filled(x, 0, sum_dtype),
+        combine=lambda acc, x: acc + x.astype(sum_dtype),
         finish=lambda acc, m: finish(acc, m).astype(result),
         dtype=dtype,
     )
@@ -275,9 +275,9 @@ def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStru
         )
     if not isinstance(operator, Carry):
         return operator
-    own = "mean" if merge is None and is_inexact(x) else merge
+    how = "mean" if merge is None and is_inexact(x) else merge
     names = [n for n, o in REDUCTIONS.items() if isinstance(o, Fold) and o.accepts(x.dtype)]
-    if own not in names and not callable(own):
+    if how not in names and not callable(how):
         is_given = "" if merge is None else f"has no merge {merge!r}: it "
         raise ValueError(
             f"{where} {is_given}is carried, in each replica for itself, and is no float, of which "
@@ -285,7 +285,7 @@ def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStru
             f"{', '.join(map(repr, names))}, or a function of the values of all replicas, stacked "
             f"along a new first axis."
         )
-    return dataclasses.replace(operator, merge=own)
+    return dataclasses.replace(operator, merge=how)
 
 
 def is_inexact(x: Any) -> bool:

@@ -96,9 +96,9 @@ def divide_scans(
         if scan is None or not cuts:
             sources.add(eqn)
             return None
-        made, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), sources)
-        pieces.extend(made)
-        return [piece.eqn for piece in made], results
+        parts, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), sources)
+        pieces.extend(parts)
+        return [piece.eqn for piece in parts], results
 
     divided = jaxprs.rewrite(jaxpr, rule)
     outvars = divided.jaxpr.outvars

@@ -194,8 +194,8 @@ def _whole_units(
         return (name for name in scopes or () if inside(eqn, name))
 
     def called(eqn: Eqn) -> Iterator[str]:
-        own = () if _compat.is_transposed(eqn) else _calls.scopes(eqn)
-        yield from (scope for scope in own if scope in calls)
+        around = () if _compat.is_transposed(eqn) else _calls.scopes(eqn)
+        yield from (scope for scope in around if scope in calls)
         if iteration(eqn):
             inside = _calls.scopes_inside(eqn)
             yield from (scope for scope in inside if calls.get(scope, scope) is None)

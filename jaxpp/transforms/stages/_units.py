@@ -227,7 +227,9 @@ class Repeats:
 
     def _regions(self, low: int, high: int) -> Iterator[tuple[int, list[int]]]:
         """Finds the region of most work in a range, then those before it and after it."""
-        found = [own for p in self._periods(low, high) for own in self._repeating(p, low, high)]
+        found = [
+            region for p in self._periods(low, high) for region in self._repeating(p, low, high)
+        ]
         if not found:
             return
         work, _, period, firsts = max(found)
@@ -239,12 +241,12 @@ class Repeats:
 
     def _periods(self, low: int, high: int) -> list[int]:
         """Finds the distances at which much of the work is found again."""
-        own = self.likes[low:high]
-        order = np.argsort(own, kind="stable")
+        likes = self.likes[low:high]
+        order = np.argsort(likes, kind="stable")
         costs = np.diff(self.before[low : high + 1])[order]
         work = np.zeros(high - low + 1)
         for n in range(1, _NEIGHBOURS + 1):
-            alike = own[order[n:]] == own[order[:-n]]
+            alike = likes[order[n:]] == likes[order[:-n]]
             np.add.at(work, (order[n:] - order[:-n])[alike], costs[n:][alike])
         enough = MINOR / 2 * self.before[-1]
         return [p for p in np.flatnonzero(work >= max(enough, 1e-300)).tolist() if p]
@@ -253,8 +255,8 @@ class Repeats:
         self, period: int, low: int, high: int
     ) -> Iterator[tuple[float, int, int, list[int]]]:
         """Finds the regions of a period: their work, its negative, it, and where blocks begin."""
-        own = self.likes[low:high]
-        alike = np.concatenate([[False], own[period:] == own[:-period], [False]])
+        likes = self.likes[low:high]
+        alike = np.concatenate([[False], likes[period:] == likes[:-period], [False]])
         edges = np.flatnonzero(np.diff(alike.astype(int)))
         for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             if end - start >= period:
@@ -277,5 +279,5 @@ class Repeats:
 
 def _like(eqn: Eqn) -> Hashable:
     """Returns what equations have in common that are alike."""
-    operands, results = (tuple(str(v.aval) for v in own) for own in (eqn.invars, eqn.outvars))
+    operands, results = (tuple(str(v.aval) for v in atoms) for atoms in (eqn.invars, eqn.outvars))
     return eqn.primitive.name, operands, results
