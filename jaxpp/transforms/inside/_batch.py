@@ -150,8 +150,7 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
             return _over_others(value, axis)
         if not isinstance(value.mesh, AbstractMesh):
             return value
-        entries = [_entry_without(e, axis) for e in value.spec]
-        return NamedSharding(_manual_along(axis)(value.mesh), PartitionSpec(*entries))
+        return NamedSharding(_manual_along(axis)(value.mesh), _without(axis, value.spec))
 
     return retype(jaxpr, retyped, rule)
 
@@ -169,11 +168,16 @@ def _manual_along(axis: str) -> Callable[[AbstractMesh], AbstractMesh]:
     return change
 
 
-def _entry_without(entry: Any, axis: str) -> Any:
-    if not isinstance(entry, str | tuple):
-        return entry  # None, or one that is left open
-    axes = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a != axis)
-    return axes if len(axes) > 1 else axes[0] if axes else None
+def _without(axis: str, spec: PartitionSpec, whole: Any = None) -> PartitionSpec:
+    """Leaves an axis out of a spec; `whole` is the entry of what no axis splits then."""
+
+    def kept(entry: Any) -> Any:
+        if not isinstance(entry, str | tuple):
+            return entry or whole
+        axes = (entry,) if isinstance(entry, str) else entry
+        return tuple(a for a in axes if a != axis) or whole
+
+    return PartitionSpec(*map(kept, spec))
 
 
 # ---- the reduction over replicas -----------------------------------------------------------------
@@ -327,22 +331,15 @@ def _left_to_replicas(jaxpr: jex.ClosedJaxpr, axis: str) -> jex.ClosedJaxpr:
             while v in maker and maker[v].primitive.name in _SLICING:
                 eqn, (operand, *_) = maker[v], maker[v].invars
                 if eqn.primitive.name == "sharding_constraint":
-                    open_ = _open_over(axis, eqn.params["sharding"].spec)
-                    found.append((v, constraint(operand, open_, v)))
+                    asked = eqn.params["sharding"].spec
+                    spec = _without(axis, asked, PartitionSpec.UNCONSTRAINED)
+                    found.append((v, constraint(operand, spec, v)))
                 elif eqn.primitive.name == "reshape":  # what was found is no longer of the batch
                     changed.update(found)
                     found = []
                 v = operand
     eqns = [changed.get(e.outvars[0], e) if e.outvars else e for e in jaxpr.eqns]
     return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
-
-
-def _open_over(axis: str, spec: PartitionSpec) -> PartitionSpec:
-    """Leaves an axis out of a spec, and open what is whole then."""
-    entries = (e if isinstance(e, str | tuple) else () for e in spec)
-    axes = ((e,) if isinstance(e, str) else e for e in entries)
-    kept = (tuple(a for a in entry if a != axis) for entry in axes)
-    return PartitionSpec(*(entry or PartitionSpec.UNCONSTRAINED for entry in kept))
 
 
 def _shares_examples(eqn: Eqn) -> bool:
