@@ -72,9 +72,11 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     """
     lowered: Any = step.lower(*args, **kwargs) if hasattr(step, "lower") else None
     if not hasattr(lowered, "bundle"):
+        way_out = "apply jaxpp.place first"
+        if hasattr(step, "bundle"):
+            way_out = "it is lowered already: step.lower(...).certify(), or certify(step, ...)"
         raise TypeError(
-            f"certify: takes a placed step, got {jaxprs.describe_function(step)}; apply "
-            f"jaxpp.place first"
+            f"certify: takes a placed step, got {jaxprs.describe_function(step)}; {way_out}"
         )
     return certify_lowered(lowered, passes=passes)
 

@@ -29,12 +29,10 @@ from jaxpp.jaxprs._contexts import definition_of as definition_of
 from jaxpp.jaxprs._contexts import with_definition as with_definition
 from jaxpp.jaxprs._contexts import without_collections as without_collections
 from jaxpp.jaxprs._contexts import without_mesh as without_mesh
-from jaxpp.jaxprs._dimensions import found_again as found_again
 from jaxpp.jaxprs._equations import called_jaxpr as called_jaxpr
 from jaxpp.jaxprs._equations import contains as contains
 from jaxpp.jaxprs._equations import fresh_var as fresh_var
 from jaxpp.jaxprs._equations import is_array_literal as is_array_literal
-from jaxpp.jaxprs._equations import is_key as is_key
 from jaxpp.jaxprs._equations import is_literal as is_literal
 from jaxpp.jaxprs._equations import literal as literal
 from jaxpp.jaxprs._equations import literal_array as literal_array
@@ -93,7 +91,6 @@ from jaxpp.jaxprs._run import with_its_types as with_its_types
 from jaxpp.jaxprs._same import structure as structure
 from jaxpp.jaxprs._trace import Traced as Traced
 from jaxpp.jaxprs._trace import trace as trace
-from jaxpp.jaxprs._trace import without_refs as without_refs
 from jaxpp.jaxprs._typing import Atom as Atom
 from jaxpp.jaxprs._typing import Aval as Aval
 from jaxpp.jaxprs._typing import Eqn as Eqn

@@ -83,11 +83,7 @@ def check_arrays(arguments: Iterable[tuple[str, bool, Any]]) -> None:
 
 
 def check_there(value: Any, name: str) -> None:
-    """Checks that an argument has not been deleted.
-
-    Raises:
-        ValueError: it has been.
-    """
+    """Raises a ValueError if an argument has been deleted."""
     if isinstance(value, jax.Array) and value.is_deleted():
         why = getattr(value, "why_deleted", "") or "donated to an earlier call, which deleted it"
         way_out = getattr(value, "way_out", "") or DONATED

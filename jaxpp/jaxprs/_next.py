@@ -31,12 +31,7 @@ def leaves_of(avals: Iterable[Any]) -> list[Leaf]:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A pytree taken apart: a class of the user's need not take a `Leaf` in place of an array.
-
-    Args:
-        structure: its structure.
-        leaves: its leaves, a `Leaf` for each array.
-    """
+    """A pytree taken apart: a class of the user's need not take a `Leaf` in place of an array."""
 
     structure: Any
     leaves: tuple[Any, ...]

@@ -44,8 +44,6 @@ ELEMENTWISE = frozenset(
     stop_gradient sub tan tanh threefry2x32 xor zeros_like zeta
     """.split()
 )
-#: They are elementwise but for rounding: they iterate until all elements have converged.
-CONVERGING = frozenset("igamma igamma_grad_a igammac regularized_incomplete_beta".split())
 #: They hand on their operand with a note to the compiler, such as one about its devices.
 HANDS_ON = frozenset(
     "device_put layout_constraint reshard stage_edge tie with_memory_space_constraint".split()

@@ -108,7 +108,7 @@ class Signature:
     def of(args: Sequence[Any], static_argnums: tuple[int, ...]) -> "Signature":
         leaves, tree = jtu.tree_flatten(args)
         numbers = tuple(_numbers_traced(args, static_argnums))
-        traced = [_is_traced(x, own) for x, own in zip(leaves, numbers, strict=True)]
+        traced = [_is_traced(x, is_number) for x, is_number in zip(leaves, numbers, strict=True)]
         avals = tuple(type_of(x) if t else None for x, t in zip(leaves, traced, strict=True))
         static = tuple(None if t else x for x, t in zip(leaves, traced, strict=True))
         arrays = tuple(i for i, t in enumerate(traced) if t)
@@ -132,12 +132,12 @@ class Signature:
                 if jaxprs.is_array(leaf):
                     return False
             elif isinstance(leaf, jax.Array):
-                own = leaf.aval
-                if own.shape != aval.shape or own.dtype != aval.dtype:
+                given = leaf.aval
+                if given.shape != aval.shape or given.dtype != aval.dtype:
                     return False
-                if own.weak_type != aval.weak_type:
+                if given.weak_type != aval.weak_type:
                     return False
-                if _compat.memory_kind(own) != _compat.memory_kind(aval):
+                if _compat.memory_kind(given) != _compat.memory_kind(aval):
                     return False
             elif not _is_traced(leaf, number) or type_of(leaf) != aval:
                 return False
@@ -147,22 +147,32 @@ class Signature:
         """Tells whether another signature has the same types, so that only static leaves differ."""
         return (self.tree, self.avals) == (other.tree, other.avals)
 
-    def difference(self, args: Any) -> str:
-        leaves, tree = jtu.tree_flatten_with_path(args)
-        if tree != self.tree:
-            own, known = jtu.treedef_children(tree), jtu.treedef_children(self.tree)
-            if len(own) != len(known):
-                return f"there are {len(own)} of them, not {len(known)}"
-            apart = next(n for n, (a, b) in enumerate(zip(own, known, strict=True)) if a != b)
-            return f"args[{apart}] has another structure"
-        for (path, leaf), aval, value, number in zip(
-            leaves, self.avals, self.static, self.numbers, strict=True
-        ):
-            known = value if aval is None else aval
-            now = type_of(leaf) if _is_traced(leaf, number) else leaf
-            if now != known:
-                return f"args{jtu.keystr(path)} is {describe(now)}, not {describe(known)}"
-        return "none"
+    def difference(self, args: Sequence[Any]) -> str:
+        """Says where arguments, or their types, differ first from those of the signature."""
+        given, known = Signature.of(args, self.static_argnums).types, self.types
+        if len(given) != len(known):
+            return f"there are {len(given)} of them, not {len(known)}"
+        return next(
+            (f"args[{n}]{d}" for n, arg in enumerate(given) if (d := _difference(arg, known[n]))),
+            "none",
+        )
+
+
+def _difference(given: Any, other: Any) -> str:
+    """Says where two pytrees differ first, as the end of a sentence; empty if they do not."""
+    leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(given)}
+    others = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(other)}
+    for path in [*others, *leaves]:
+        if path not in leaves:
+            return f"{path} is missing"
+        if path not in others:
+            return f"{path} is one too many"
+        x, y = leaves[path], others[path]
+        if x is not y and (type(x) is not type(y) or x != y):
+            return f"{path} is {describe(x)}, not {describe(y)}"
+    if jtu.tree_structure(given) != jtu.tree_structure(other):
+        return " has another structure, though its leaves are alike"
+    return ""
 
 
 def with_arrays(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any, ...]:

@@ -153,8 +153,8 @@ def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Var]) -> dict[Var, str]
     read = set(jaxprs.variables([*opened.outvars, *(v for e in opened.eqns for v in e.invars)]))
     named = [v for v in variables if v in read]
     # A variable has its name from where the text has it first; the results come last.
-    own = _compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars])
-    text = str(_with_bodies_as_text(own))
+    shown = _compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars])
+    text = str(_with_bodies_as_text(shown))
     names = map(str.strip, text.rpartition(" in (")[2].partition(")")[0].split(","))
     return dict.fromkeys(variables, "_") | dict(zip(named, names, strict=False))
 
@@ -177,11 +177,7 @@ def _line(record: Argument | Result) -> str:
 
 
 def changes(texts: Mapping[str, str]) -> str:
-    """Writes the first of some texts, and of each further one the lines that changed.
-
-    Args:
-        texts: the text after each pass, by the pass's name.
-    """
+    """Writes the first text, and the lines that changed in each further one, by their names."""
     (first, *lines), *rest = ([name, *text.splitlines()] for name, text in texts.items())
     said = [f"==== {first}", *lines]
     for name, *text in rest:

@@ -158,6 +158,12 @@ def test_a_function_that_is_not_placed_is_no_step():
             jaxpp.certify(fun, W, X)
 
 
+def test_a_lowered_step_certifies_itself():
+    lowered = step_of().lower(W, X)
+    with pytest.raises(TypeError, match=r"it is lowered already: step.lower\(...\).certify\(\)"):
+        jaxpp.certify(lowered)
+
+
 def test_edits_that_change_what_is_computed_have_to_be_accepted():
     def halved(loop):
         for key in loop.tasks:

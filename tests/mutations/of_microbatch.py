@@ -146,7 +146,7 @@ MUTATIONS = (
     Mutation(
         "an output's gradient is another's",
         "jaxpp/transforms/microbatch/_slices.py",
-        "_replaced(zeros, [n], [one])",
+        "_replaced(zeros, [n], [seed])",
         "list(map(jnp.ones_like, values))",
         tests=("microbatch::gradients_through_any_output",),
         refuted_on="gradient outside",
@@ -216,8 +216,8 @@ MUTATIONS = (
     Mutation(
         "what replicas carry becomes that of the last",
         "jaxpp/transforms/microbatch/_reductions.py",
-        'own = "mean" if merge is None and is_inexact(x) else merge',
-        'own = "last" if merge is None and is_inexact(x) else merge',
+        'how = "mean" if merge is None and is_inexact(x) else merge',
+        'how = "last" if merge is None and is_inexact(x) else merge',
         refuted_on="replicas",
         like="BatchNorm statistics of one replica",
     ),
@@ -317,8 +317,8 @@ MUTATIONS = (
     Mutation(
         "accumulators of replicas are merged in another order",
         "jaxpp/transforms/microbatch/_slices.py",
-        "return functools.reduce(combine, each)",
-        "return functools.reduce(lambda a, b: combine(b, a), each)",
+        "return functools.reduce(combine, values)",
+        "return functools.reduce(lambda a, b: combine(b, a), values)",
         refuted_on="operators, replicas",
     ),
     Mutation(

@@ -150,7 +150,7 @@ MUTATIONS = (
     Mutation(
         "weak types do not count",
         "jaxpp/transforms/_signature.py",
-        "if own.weak_type != aval.weak_type:",
+        "if given.weak_type != aval.weak_type:",
         "if False:",
         tests=("LAW7",),
         kept="a lowered step is the same; another call would be taken for it",
@@ -166,8 +166,8 @@ MUTATIONS = (
     Mutation(
         "dtypes do not count",
         "jaxpp/transforms/_signature.py",
-        "own.shape != aval.shape or own.dtype != aval.dtype",
-        "own.shape != aval.shape",
+        "given.shape != aval.shape or given.dtype != aval.dtype",
+        "given.shape != aval.shape",
         tests=("place::other_shapes_and_dtypes_and_static_values_trace_again",),
         kept="a lowered step is the same; another call would be taken for it",
     ),

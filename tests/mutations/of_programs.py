@@ -116,15 +116,15 @@ MUTATIONS = (
     Mutation(
         "the sum over replicas is the first of them",
         "jaxpp/transforms/inside/_batch.py",
-        "total = collective(own, axis)",
-        "total = own",
+        "total = collective(summed, axis)",
+        "total = summed",
         tests=("replicas::three_steps_are_bitwise_those_of_a_loop_over_replicas",),
         refuted_on="replicas on devices",
     ),
     Mutation(
         "sums of gradients are not scattered",
         "jaxpp/transforms/inside/_batch.py",
-        "return next((n for n, (own, before) in pairs if own != before), None)",
+        "return next((n for n, (after, before) in pairs if after != before), None)",
         "return None",
         tests=("replicas::the_compiled_tasks_have_no_collective_over_the_replicas",),
         kept="the same values with more transfers",
@@ -236,8 +236,8 @@ MUTATIONS = (
     Mutation(
         "all replicas have the rows of the first",
         "jaxpp/transforms/inside/_batch.py",
-        "own = functools.reduce(combine, list(rows))",
-        "own = rows[0]",
+        "summed = functools.reduce(combine, list(rows))",
+        "summed = rows[0]",
         refuted_on="replicas on devices",
         like="gradients of one replica of a device",
     ),
@@ -266,10 +266,10 @@ MUTATIONS = (
     Mutation(
         "what is scattered is the sum of the first part",
         "jaxpp/transforms/inside/_batch.py",
-        "total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
+        "total = jax.lax.psum_scatter(summed, axis, scatter_dimension=dimension, tiled=True)",
         (
-            "size = own.shape[dimension] // jax.lax.axis_size(axis)\n"
-            "            total = jax.lax.slice_in_dim(jax.lax.psum(own, axis), 0, size, "
+            "size = summed.shape[dimension] // jax.lax.axis_size(axis)\n"
+            "            total = jax.lax.slice_in_dim(jax.lax.psum(summed, axis), 0, size, "
             "axis=dimension)"
         ),
         refuted_on="replicas, ZeRO",
@@ -278,11 +278,11 @@ MUTATIONS = (
     Mutation(
         "a part of a gradient is not reduced before it is scattered",
         "jaxpp/transforms/inside/_batch.py",
-        "total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
+        "total = jax.lax.psum_scatter(summed, axis, scatter_dimension=dimension, tiled=True)",
         (
-            "size = own.shape[dimension] // jax.lax.axis_size(axis)\n"
+            "size = summed.shape[dimension] // jax.lax.axis_size(axis)\n"
             "            start = jax.lax.axis_index(axis) * size\n"
-            "            total = jax.lax.dynamic_slice_in_dim(own, start, size, dimension)"
+            "            total = jax.lax.dynamic_slice_in_dim(summed, start, size, dimension)"
         ),
         refuted_on="replicas, ZeRO",
         like="ZeRO and pipelines: DeepSpeed 855, gradients never reduced",
@@ -316,8 +316,8 @@ MUTATIONS = (
     Mutation(
         "examples that devices share take the place of others",
         "jaxpp/transforms/inside/_batch.py",
-        "operands[n] = own = jaxprs.fresh_var(v)",
-        "operands[-2] = own = jaxprs.fresh_var(v)",
+        "operands[n] = result = jaxprs.fresh_var(v)",
+        "operands[-2] = result = jaxprs.fresh_var(v)",
         refuted_on="shared examples",
     ),
     Mutation(

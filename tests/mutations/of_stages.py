@@ -6,7 +6,7 @@ MUTATIONS = (
     Mutation(
         "a policy is ignored",
         "jaxpp/transforms/stages/_wrap_forward.py",
-        "if own is not None:",
+        "if stage_policy is not None:",
         "if False:",
         tests=("wrap_forward::a_policy_keeps_less_and_computes_again",),
         kept="the same values in more memory",
@@ -58,8 +58,8 @@ MUTATIONS = (
     Mutation(
         "the layers of a later stage begin with what the first got",
         "jaxpp/transforms/stacked/_rows.py",
-        "changes = [_handed_on(body, out) is not own for own, out in ends]",
-        "changes = [False for own, out in ends]",
+        "changes = [_handed_on(body, out) is not inside for inside, out in ends]",
+        "changes = [False for inside, out in ends]",
         refuted_on="stacked, ZB-H1",
     ),
     Mutation(

@@ -21,14 +21,8 @@ def fuse(graph: TaskGraph, which: Fuse) -> tuple[TaskGraph, tuple[str, ...]]:
     """Fuses tasks of a rank that are neighbours in its order.
 
     What is fused starts when the inputs of all are there, and what any of them makes is sent after
-    it. Each task is a call in the new computation; equal ones share a computation.
-
-    Args:
-        graph: the tasks.
-        which: which of them.
-
-    Returns:
-        The tasks, and why some pairs stay apart, a line for each reason.
+    it. Each task is a call in the new computation; equal ones share a computation. Also says why
+    some pairs stay apart, a line for each reason.
     """
     notes: tuple[str, ...] = ()
     bodies: dict[Hashable, Body] = {}
@@ -78,11 +72,11 @@ def _is_wanted(task: Task | None, wanted: Task | None) -> bool:
 
 def _waiting(first: GraphTask, others: Sequence[GraphTask]) -> list[GraphTask]:
     """Finds which of some tasks of other ranks wait for a task, or stand behind one that does."""
-    waiting, made, ranks = list[GraphTask](), set(first.outputs), set[int]()
+    waiting, unready, ranks = list[GraphTask](), set(first.outputs), set[int]()
     for task in others:
-        if task.rank in ranks or not made.isdisjoint(task.inputs):
+        if task.rank in ranks or not unready.isdisjoint(task.inputs):
             waiting.append(task)
-            made.update(task.outputs)
+            unready.update(task.outputs)
             ranks.add(task.rank)
     return waiting
 
@@ -111,9 +105,9 @@ def _with_chains(graph: TaskGraph, bodies: dict[Hashable, Body]) -> TaskGraph:
     for task in graph.tasks:
         for value in task.inputs:
             ranks[value].add(task.rank)
-    for value, own in graph.results:
-        ranks[value].update(own)
-    there = {(rank, value) for value, own in graph.arguments for rank in own}
+    for value, homes in graph.results:
+        ranks[value].update(homes)
+    there = {(rank, value) for value, homes in graph.arguments for rank in homes}
     chains: list[list[GraphTask]] = []
     last: dict[int, list[GraphTask]] = {}
     for task in graph.tasks:
@@ -143,16 +137,16 @@ def _fused(
 
     What only they read of each other is inside it.
     """
-    made = dict.fromkeys(v for task in tasks for v in task.outputs)
+    results = dict.fromkeys(v for task in tasks for v in task.outputs)
     read = collections.Counter(v for task in tasks for v in dict.fromkeys(task.inputs))
     taken = {task.inputs[i] for task in tasks for i in task.body.donated or ()}
-    inputs = [v for v in read if v not in made]
-    outputs = [v for v in made if not 0 < readers[v] == read[v]]
+    inputs = [v for v in read if v not in results]
+    outputs = [v for v in results if not 0 < readers[v] == read[v]]
     # JAX gives the memory of donated inputs to outputs of their type in this order.
     places = {v.memory: n for n, v in enumerate(inputs) if v.memory is not None and v in taken}
     outputs.sort(key=lambda v: places.get(v.memory, len(places)))
     donated = tuple(n for n, v in enumerate(inputs) if v in taken)
-    number = {v: n for n, v in enumerate([*inputs, *made])}
+    number = {v: n for n, v in enumerate([*inputs, *results])}
     values = [v for task in tasks for v in (*task.inputs, *task.outputs)]
     key = tuple(task.body for task in tasks), donated, *map(number.get, [*values, *outputs])
     if key not in bodies:
@@ -160,8 +154,8 @@ def _fused(
         bodies[key] = Body(name, _jaxpr_of(tasks, inputs, outputs), donated)
     first, *others = [t for task in tasks for t in (task.task, *task.others) if t]
     label = "+".join(task.label for task in tasks)
-    own = bodies[key], tuple(inputs), tuple(outputs), label, first, tasks[0].loop
-    return GraphTask(tasks[0].rank, *own, others=tuple(others))
+    fields = bodies[key], tuple(inputs), tuple(outputs), label, first, tasks[0].loop
+    return GraphTask(tasks[0].rank, *fields, others=tuple(others))
 
 
 def _jaxpr_of(
@@ -173,15 +167,15 @@ def _jaxpr_of(
     def run(*arrays: jax.Array) -> list[jax.Array]:
         known = dict(zip(inputs, arrays, strict=True))
         for task in tasks:
-            own = jax.lax.optimization_barrier(list(map(known.__getitem__, task.inputs)))
+            operands = jax.lax.optimization_barrier(list(map(known.__getitem__, task.inputs)))
             called = functools.partial(jaxprs.run, task.body.jaxpr)
-            results = _compat.call_apart(called, task.body.name, *own)
+            results = _compat.call_apart(called, task.body.name, *operands)
             known |= zip(task.outputs, results, strict=True)
         return list(map(known.__getitem__, outputs))
 
     with contextlib.ExitStack() as stack:
         for task in tasks:
             stack.enter_context(jaxprs.with_its_types(task.body.jaxpr))
-        made, constants = jaxprs.without_constants(jax.make_jaxpr(run)(*map(types.get, inputs)))
+        jaxpr, constants = jaxprs.without_constants(jax.make_jaxpr(run)(*map(types.get, inputs)))
     assert not constants
-    return made
+    return jaxpr

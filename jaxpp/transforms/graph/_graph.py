@@ -131,13 +131,7 @@ _At = tuple[int, int]
 
 
 def lower(step: Step, graph: TaskGraph, specs: Mapping[GraphValue, Spec]) -> Bundle:
-    """Lowers the tasks of a step to programs.
-
-    Args:
-        step: the step.
-        graph: its tasks.
-        specs: how each value is split inside a rank; nothing where a rank is one device.
-    """
+    """Lowers the tasks of a step to programs, with the specs that `assign` gave."""
     uses = _Uses(graph)
     routes = _routes(uses)
     numbers, computations = _computations(uses, specs)
@@ -218,12 +212,12 @@ def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[GraphValue], i
     for value, by_rank in uses.readers.items():
         if value.constant is not None:
             continue
-        made = uses.made[value]
+        makers = uses.made[value]
         for rank, index in by_rank.items():
-            if rank in made:
+            if rank in makers:
                 continue
-            source = min(made)
-            route = (made[source], source, rank)
+            source = min(makers)
+            route = (makers[source], source, rank)
             wanted.setdefault(route, []).append(value)
             first_read[route] = min(first_read.get(route, index), index)
             uses.send(value, source, rank)
@@ -396,10 +390,6 @@ def assign(step: Step, graph: TaskGraph) -> dict[GraphValue, Spec]:
 
     What may be split in any way (zeros, positions) is split as the first task that reads it wants,
     and the first value of an accumulator as what is added to it.
-
-    Args:
-        step: the step.
-        graph: its tasks.
     """
     if step.inside is None:
         return {}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
-import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _compat, jaxprs
@@ -21,7 +20,7 @@ from jaxpp._messages import warn
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated, type_of
 from jaxpp.jaxprs import Atom, Aval, Eqn, Flow, Literal, Var
-from jaxpp.transforms._signature import describe, with_arrays
+from jaxpp.transforms._signature import Signature, with_arrays
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import Body, GraphTask, GraphValue, TaskGraph, assign, lower
 from jaxpp.transforms.stacked import Bounds, Slicer
@@ -32,20 +31,17 @@ def trace_initializer(
 ) -> jaxprs.Traced:
     """Traces an initialiser, without computing anything.
 
-    Args:
-        init_fn: the initialiser, which makes the first arguments of a step.
-        args: its arguments.
-        static_argnums: those of the step; numbers in other arguments are made as arrays.
+    It makes numbers in a step's arguments arrays, but for those of `static_argnums`.
 
     Raises:
         ValueError: it prints, or has another effect, for which no rank could be chosen.
     """
 
     def make(*args):
-        made = init_fn(*args)
-        if type(made) is tuple:
-            return with_arrays(made, static_argnums)
-        return with_arrays((made,), static_argnums)[0]
+        state = init_fn(*args)
+        if type(state) is tuple:
+            return with_arrays(state, static_argnums)
+        return with_arrays((state,), static_argnums)[0]
 
     traced = jaxprs.trace(make, args)
     for eqn in traced.jaxpr.eqns:
@@ -64,46 +60,29 @@ def first_arguments(traced: jaxprs.Traced) -> tuple[Any, ...]:
     return result if type(result) is tuple else (result,)
 
 
-def check_initializer(state: Sequence[Any], wanted: Sequence[Any]) -> None:
+def check_initializer(state: Sequence[Any], wanted: Signature) -> None:
     """Checks that an initialiser makes the arguments that a step takes.
 
     Args:
         state: the arguments made: pytrees of `jax.ShapeDtypeStruct`s and static leaves.
-        wanted: all arguments of the step, likewise; the first of them are compared.
+        wanted: the step's arguments, the first of which are compared.
 
     Raises:
         TypeError: they differ; the message names the first leaf that does.
     """
-    if len(state) > len(wanted):
+    if len(state) > len(wanted.types):
         raise TypeError(
             f"initialize: init_fn returns a tuple of {len(state)}, but the step has "
-            f"{len(wanted)} arguments; a tuple stands for the step's first arguments, so wrap one "
-            f"that is an argument itself: return (state,)."
+            f"{len(wanted.types)} arguments; a tuple stands for the step's first arguments, so "
+            f"wrap one that is an argument itself: return (state,)."
         )
-    for n, (own, other) in enumerate(zip(state, wanted, strict=False)):
-        if problem := _difference(own, other):
-            raise TypeError(
-                f"initialize: what init_fn makes is not what the step was compiled for: "
-                f"args[{n}]{problem}. Lower the step for what init_fn returns, or call initialize "
-                f"of the placed function, which does."
-            )
-
-
-def _difference(own: Any, other: Any) -> str:
-    """Says where two pytrees differ first, as the end of a sentence; empty if they do not."""
-    leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(own)}
-    others = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(other)}
-    for path in [*others, *leaves]:
-        if path not in leaves:
-            return f"{path} is missing"
-        if path not in others:
-            return f"{path} is one too many"
-        x, y = leaves[path], others[path]
-        if x is not y and (type(x) is not type(y) or x != y):
-            return f"{path} is {describe(x)}, not {describe(y)}"
-    if jtu.tree_structure(own) != jtu.tree_structure(other):
-        return " has another structure, though its leaves are alike"
-    return ""
+    problem = wanted.difference((*state, *wanted.types[len(state) :]))
+    if problem != "none":
+        raise TypeError(
+            f"initialize: what init_fn makes is not what the step was compiled for: {problem}. "
+            f"Lower the step for what init_fn returns, or call initialize of the placed function, "
+            f"which does."
+        )
 
 
 def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bundle:
@@ -115,10 +94,10 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
             reads, of a stacked array its rows; the first rank also makes those that none reads.
         arg_names: a name for each of the initialiser's flat inputs.
     """
-    made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
+    state = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
     # JAX runs the bodies of all calls but of jitted functions operation by operation, too.
     jaxpr = jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
-    jaxpr, blamed = with_parts(jaxpr, cuts_of(made))
+    jaxpr, blamed = with_parts(jaxpr, cuts_of(state))
     for n, eqn in blamed.items():
         warn(
             f"initialize: each rank that has some of the layers of {traced.output_paths()[n]} "
@@ -126,22 +105,22 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
             f"{_compat.at_source_line(eqn)} cannot be computed layer by layer. An initialiser of "
             f"one layer under jax.vmap over keys can."
         )
-    reads = [{n for n, _ in p.inputs if n < len(made)} for p in step.programs]
-    reads[0] |= set(range(len(made))).difference(*reads)
+    reads = [{n for n, _ in p.inputs if n < len(state)} for p in step.programs]
+    reads[0] |= set(range(len(state))).difference(*reads)
     arguments = tuple(
         Argument(name, v.aval, n)
         for n, (name, v) in enumerate(zip(arg_names, jaxpr.jaxpr.invars, strict=True))
     )
     results = tuple(
         Result(v.aval, a.array, a.rows, spec=a.spec)
-        for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
+        for v, a in zip(jaxpr.jaxpr.outvars, state, strict=True)
     )
     inside = step.inside and Inside(step.inside, {})
     builder = _InitializerGraph(
-        jaxpr, arguments, None if inside is None else [a.spec for a in made]
+        jaxpr, arguments, None if inside is None else [a.spec for a in state]
     )
-    for rank, own in enumerate(reads):
-        builder.add_rank(rank, sorted(own))
+    for rank, read in enumerate(reads):
+        builder.add_rank(rank, sorted(read))
     whole, graph = Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads))
     return lower(whole, graph, assign(whole, graph))
 
@@ -149,10 +128,7 @@ def lower_initializer(traced: jaxprs.Traced, step: Bundle, arg_names: Sequence[s
 class _InitializerGraph:
     """Adds the operations of each rank to a graph, as tasks.
 
-    Args:
-        jaxpr: the initialiser.
-        arguments: the records of its inputs.
-        specs: the spec of each output inside a rank; None if ranks have no axes.
+    `specs` has the spec of each output inside a rank; it is None if ranks have no axes.
     """
 
     def __init__(
@@ -164,7 +140,8 @@ class _InitializerGraph:
         self.jaxpr, self.specs = jaxpr, specs
         invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
         self.given = [
-            self._value(v.aval, argument=own) for v, own in zip(invars, arguments, strict=True)
+            self._value(v.aval, argument=record)
+            for v, record in zip(invars, arguments, strict=True)
         ]
         self.made = [
             self._value(v.aval, None if specs is None else specs[n]) for n, v in enumerate(outvars)
@@ -196,7 +173,7 @@ class _InitializerGraph:
         for eqn in eqns:
             results = [v for v in eqn.outvars if v in read or v in outputs]
             values |= {v: outputs[v] if v in outputs else self._value(v.aval) for v in results}
-            own = tuple(outputs[v] for v in results if v in outputs)
+            finished = tuple(outputs[v] for v in results if v in outputs)
             self.tasks.append(
                 GraphTask(
                     rank,
@@ -207,10 +184,10 @@ class _InitializerGraph:
                     tuple(values[v] for v in results),
                     "initialize",
                     # It takes memory once dispatched: so at most two outputs are made at once.
-                    waits=before if own else (),
+                    waits=before if finished else (),
                 )
             )
-            before = own or before
+            before = finished or before
         for n, v in enumerate(slim.jaxpr.invars):
             self.readers[n] += [rank] * (v in read)
         for n in owned:
@@ -219,8 +196,8 @@ class _InitializerGraph:
     def graph(self, num_ranks: int) -> TaskGraph:
         """The graph of all operations."""
         arguments, results = (
-            tuple((value, tuple(ranks)) for value, ranks in zip(values, own, strict=True))
-            for values, own in ((self.given, self.readers), (self.made, self.makers))
+            tuple((value, tuple(ranks)) for value, ranks in zip(values, ranks_of, strict=True))
+            for values, ranks_of in ((self.given, self.readers), (self.made, self.makers))
         )
         return TaskGraph(tuple(self.tasks), arguments, results, ((),) * num_ranks)
 
@@ -255,9 +232,9 @@ def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Eqn]:
     """
     flow, done, ordered = Flow(jaxpr.eqns), set(), []
     for output in jaxprs.variables(jaxpr.jaxpr.outvars):
-        made = {i for _, i in flow.behind([output], done.__contains__) if i is not None} - done
-        done |= made
-        ordered += [jaxpr.eqns[i] for i in sorted(made)]
+        needed = {i for _, i in flow.behind([output], done.__contains__) if i is not None} - done
+        done |= needed
+        ordered += [jaxpr.eqns[i] for i in sorted(needed)]
     return ordered
 
 

@@ -29,13 +29,7 @@ def automatic(mesh: AbstractMesh) -> AbstractMesh:
 def trace(
     fun: Callable, types: Any, specs: Sequence[Spec | None], inside: AbstractMesh | None
 ) -> jaxprs.Traced:
-    """Traces a step; its explicit axes become automatic.
-
-    Args:
-        fun: the step.
-        types: the types of its arguments.
-        specs: the spec of each array among these; None where it is open.
-        inside: the mesh of a rank without its devices; None where a rank is one device.
+    """Traces a step, at arguments of some types and specs; its explicit axes become automatic.
 
     Raises:
         ValueError: a constraint is over a mesh of its own, or a sum is left `unreduced`.
@@ -63,9 +57,9 @@ def _with_types(types: Any, specs: Sequence[Spec | None], inside: AbstractMesh) 
     def typed(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
-        own = partition_spec(only(next(rest) or (), explicit))
+        split = partition_spec(only(next(rest) or (), explicit))
         kind = _compat.memory_kind(x)
-        return x.update(sharding=NamedSharding(inside, own, memory_kind=kind))
+        return x.update(sharding=NamedSharding(inside, split, memory_kind=kind))
 
     return jtu.tree_unflatten(tree, map(typed, leaves))
 
@@ -84,7 +78,7 @@ def retype(jaxpr: Any, new: Callable[[Var], Var], rule: Callable[[Eqn], jaxprs.R
     opened = jaxprs.opened(jaxpr)
     known = jaxprs.Substitution((v, new(v)) for v in opened.invars)
     eqns = jaxprs.rewritten(opened.eqns, rule, known)
-    outvars, invars = (list(map(known, own)) for own in (opened.outvars, opened.invars))
+    outvars, invars = (list(map(known, atoms)) for atoms in (opened.outvars, opened.invars))
     return _compat.with_equations(jaxpr, eqns, outvars, invars)
 
 
@@ -118,19 +112,19 @@ def _rewritten(eqn: Eqn) -> jaxprs.Replacement:
     if "dst_sharding" in eqn.params:  # the equation only moves an array
         moved = _constraint(eqn, eqn.invars[0], eqn.params["dst_sharding"], results[0])
         return [moved], results
-    own = eqn.replace(outvars=results)
+    new = eqn.replace(outvars=results)
     if eqn.primitive.name == "sharding_constraint":
-        return [_automatic(own)], results
+        return [_automatic(new)], results
     wanted = [eqn.params[name] for name in _WANTED if _is_explicit(eqn.params.get(name))]
     if not wanted:
-        return [_automatic(own)], results
-    own = own.replace(params={k: None if k in _WANTED else v for k, v in eqn.params.items()})
+        return [_automatic(new)], results
+    new = new.replace(params={k: None if k in _WANTED else v for k, v in eqn.params.items()})
     split = axes_of(spec_of(wanted[0].spec, len(results[0].aval.shape)))
     says_nothing = eqn.primitive.name in _MADE or AxisType.Auto in wanted[0].mesh.axis_types
     if says_nothing and not split:
-        return [_automatic(own)], results
+        return [_automatic(new)], results
     free = jaxprs.fresh_var(results[0])
-    first = own.replace(outvars=[free])
+    first = new.replace(outvars=[free])
     return [_automatic(first), _constraint(eqn, free, wanted[0], results[0])], results
 
 
@@ -173,31 +167,21 @@ def _constraint(eqn: Eqn, operand: Atom, wanted: NamedSharding, result: Var) -> 
     if AxisType.Auto in wanted.mesh.axis_types:
         entries = [PartitionSpec.UNCONSTRAINED if e is None else e for e in entries]
     with jax.sharding.use_abstract_mesh(mesh):
-        made = constraint(operand, PartitionSpec(*entries), result)
-    return made.replace(source_info=eqn.source_info)
+        split = constraint(operand, PartitionSpec(*entries), result)
+    return split.replace(source_info=eqn.source_info)
 
 
 # ---- constraints ---------------------------------------------------------------------------------
 
 
 def constraint(var: Atom, spec: PartitionSpec, result: Var) -> Eqn:
-    """Makes an equation that splits a variable, under the abstract mesh that is set.
-
-    Args:
-        var: the variable, of the type of `result`.
-        spec: the axes to split each dimension over.
-        result: the variable of the result.
-    """
+    """Makes an equation that splits a variable, under the abstract mesh that is set."""
     (eqn,) = jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
     return eqn
 
 
 def check_constraints(jaxpr: jex.ClosedJaxpr | Jaxpr, inside: AbstractMesh | None) -> None:
     """Checks that constraints name axes alone, and no devices.
-
-    Args:
-        jaxpr: the step.
-        inside: the mesh of every rank without its devices; None where each is one device.
 
     Raises:
         ValueError: a constraint, a `shard_map`, or a sharding that a `jax.jit` gives its arguments

@@ -78,7 +78,7 @@ def on_rows(
         jaxpr = _over_others(jaxpr, inside.replicas)
 
     def local(*operands):
-        rows = [x for x, own in zip(operands, has_rows, strict=True) if own]
+        rows = [x for x, has_row in zip(operands, has_rows, strict=True) if has_row]
 
         def of_replica(rows):
             rest = iter(rows)
@@ -94,7 +94,7 @@ def on_rows(
     split = PartitionSpec(inside.replicas)
     return jax.shard_map(
         local,
-        in_specs=tuple(split if own else PartitionSpec() for own in has_rows),
+        in_specs=tuple(split if has_row else PartitionSpec() for has_row in has_rows),
         out_specs=split,
         axis_names={inside.replicas},
         check_vma=False,
@@ -134,8 +134,8 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
             )
         results = list(map(retyped, eqn.outvars))
         params = {k: mapped(v, without_axis) for k, v in eqn.params.items()}
-        own = eqn.replace(params=params, outvars=results)
-        return [_compat.under_mesh(own, _manual_along(axis))], results
+        new = eqn.replace(params=params, outvars=results)
+        return [_compat.under_mesh(new, _manual_along(axis))], results
 
     def retyped(var: Var) -> Var:
         sharding = getattr(var.aval, "sharding", None)
@@ -150,8 +150,7 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
             return _over_others(value, axis)
         if not isinstance(value.mesh, AbstractMesh):
             return value
-        entries = [_entry_without(e, axis) for e in value.spec]
-        return NamedSharding(_manual_along(axis)(value.mesh), PartitionSpec(*entries))
+        return NamedSharding(_manual_along(axis)(value.mesh), _without(axis, value.spec))
 
     return retype(jaxpr, retyped, rule)
 
@@ -169,11 +168,16 @@ def _manual_along(axis: str) -> Callable[[AbstractMesh], AbstractMesh]:
     return change
 
 
-def _entry_without(entry: Any, axis: str) -> Any:
-    if not isinstance(entry, str | tuple):
-        return entry  # None, or one that is left open
-    own = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a != axis)
-    return own if len(own) > 1 else own[0] if own else None
+def _without(axis: str, spec: PartitionSpec, whole: Any = None) -> PartitionSpec:
+    """Leaves an axis out of a spec; `whole` is the entry of what no axis splits then."""
+
+    def kept(entry: Any) -> Any:
+        if not isinstance(entry, str | tuple):
+            return entry or whole
+        axes = (entry,) if isinstance(entry, str) else entry
+        return tuple(a for a in axes if a != axis) or whole
+
+    return PartitionSpec(*map(kept, spec))
 
 
 # ---- the reduction over replicas -----------------------------------------------------------------
@@ -191,7 +195,7 @@ def reduce_replicas(step: Step) -> Step:
     if inside.zero[Role.OPTIMIZER] == (inside.replicas,):
         rows = jaxprs.operands_of(filter(is_reduction, step.jaxpr.eqns))
         known = variable_specs(step.jaxpr, rows, [a.spec for a in step.arguments], inside.sizes)
-    made: dict[Hashable, Eqn] = {}  # those of equal arrays are one
+    calls: dict[Hashable, Eqn] = {}  # those of equal arrays are one
     eqns: list[Eqn] = []
     for eqn in step.jaxpr.eqns:
         if not is_reduction(eqn) or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
@@ -201,11 +205,11 @@ def reduce_replicas(step: Step) -> Step:
         (rows,), (total,) = jaxprs.variables(eqn.invars), eqn.outvars
         dimension = _scattered_dimension(how, rows, total, known, inside)
         key = how, dimension, rows.aval
-        if key not in made:
+        if key not in calls:
             reduce = _reduction(how, inside.replicas, dimension)
             call = functools.partial(call_as, f"merge_{how}", reduce)
-            (made[key],) = jax.make_jaxpr(lambda rows, call=call: call((rows,)))(rows.aval).eqns
-        new = made[key]
+            (calls[key],) = jax.make_jaxpr(lambda rows, call=call: call((rows,)))(rows.aval).eqns
+        new = calls[key]
         eqns.append(new.replace(invars=[rows], outvars=[total], source_info=eqn.source_info))
     jaxpr = _compat.with_equations(step.jaxpr, eqns, step.jaxpr.jaxpr.outvars)
     return dataclasses.replace(step, jaxpr=jaxpr)
@@ -221,7 +225,7 @@ def _scattered_dimension(
     spec = only(given[1:], [a for a in inside.sizes if a != inside.replicas])
     target = scattered(spec, total.aval.shape, (inside.replicas,), inside.sizes)
     pairs = enumerate(zip(target or (), spec, strict=False))
-    return next((n for n, (own, before) in pairs if own != before), None)
+    return next((n for n, (after, before) in pairs if after != before), None)
 
 
 def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Array], jax.Array]:
@@ -232,13 +236,13 @@ def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Arra
     )
 
     def part(rows):
-        own = functools.reduce(combine, list(rows))
+        summed = functools.reduce(combine, list(rows))
         if collective is None:
-            return own[None]
+            return summed[None]
         if dimension is not None:
-            total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)
+            total = jax.lax.psum_scatter(summed, axis, scatter_dimension=dimension, tiled=True)
         else:
-            total = collective(own, axis)
+            total = collective(summed, axis)
         return as_weak_as(rows, total)
 
     if collective is not None:
@@ -285,8 +289,8 @@ def split_examples(step: Step) -> Step:
             dimension, new = _split(v, spec, maker, known, inside.sizes)
             axes |= dict.fromkeys(new[dimension])
             if new != spec:
-                operands[n] = own = jaxprs.fresh_var(v)
-                eqns.append(constraint(v, partition_spec(new), own))
+                operands[n] = result = jaxprs.fresh_var(v)
+                eqns.append(constraint(v, partition_spec(new), result))
         eqns.append(eqn.replace(invars=operands))
     examples = tuple(a for a in axes if inside.sizes[a] > 1)
     inside = dataclasses.replace(inside, examples=examples)
@@ -295,11 +299,7 @@ def split_examples(step: Step) -> Step:
 
 
 def cost_of_sharing(step: Step) -> str:
-    """Says what it costs that devices share the examples of a microbatch; empty if it is little.
-
-    Args:
-        step: the step, after `split_examples`.
-    """
+    """Says what it costs that devices share the examples of a microbatch; empty if it is little."""
     if step.inside is None or not (axes := step.inside.examples):
         return ""
     for eqn in filter(_shares_examples, step.jaxpr.eqns):
@@ -324,29 +324,22 @@ def _left_to_replicas(jaxpr: jex.ClosedJaxpr, axis: str) -> jex.ClosedJaxpr:
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     changed: dict[Var, Eqn] = {}
     for loop in (e for e in jaxpr.eqns if is_loop(e) and e.params["replicas"] > 1):
-        own = ScheduledLoop.of(loop)
-        given = own.num_consts + own.num_carry * own.num_directions
+        scheduled = ScheduledLoop.of(loop)
+        given = scheduled.num_consts + scheduled.num_carry * scheduled.num_directions
         for v in jaxprs.variables(loop.invars[given:]):
             found: list[tuple[Var, Eqn]] = []
             while v in maker and maker[v].primitive.name in _SLICING:
                 eqn, (operand, *_) = maker[v], maker[v].invars
                 if eqn.primitive.name == "sharding_constraint":
-                    open_ = _open_over(axis, eqn.params["sharding"].spec)
-                    found.append((v, constraint(operand, open_, v)))
+                    asked = eqn.params["sharding"].spec
+                    spec = _without(axis, asked, PartitionSpec.UNCONSTRAINED)
+                    found.append((v, constraint(operand, spec, v)))
                 elif eqn.primitive.name == "reshape":  # what was found is no longer of the batch
                     changed.update(found)
                     found = []
                 v = operand
     eqns = [changed.get(e.outvars[0], e) if e.outvars else e for e in jaxpr.eqns]
     return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
-
-
-def _open_over(axis: str, spec: PartitionSpec) -> PartitionSpec:
-    """Leaves an axis out of a spec, and open what is whole then."""
-    entries = (e if isinstance(e, str | tuple) else () for e in spec)
-    axes = ((e,) if isinstance(e, str) else e for e in entries)
-    kept = (tuple(a for a in own if a != axis) for own in axes)
-    return PartitionSpec(*(own or PartitionSpec.UNCONSTRAINED for own in kept))
 
 
 def _shares_examples(eqn: Eqn) -> bool:

@@ -72,7 +72,7 @@ def propagate(
         ((('data',), ()), [(('data',),), None])
     """
     given = [v for v, spec in zip(jaxpr.jaxpr.invars, specs, strict=True) if spec]
-    made = jaxprs.descendants(jaxpr.eqns, given)
+    reached = jaxprs.descendants(jaxpr.eqns, given)
     inputs, outputs = tuple(specs), (None,) * len(jaxpr.out_avals)
     if any(axes for spec in specs if spec for axes in spec) or any(
         jaxprs.contains(e, _splits) for e in jaxpr.eqns
@@ -81,11 +81,11 @@ def propagate(
         inputs, outputs = _answer(_Question(key, jaxpr))
 
     def known(atom: Atom, spec: MaybeSpec) -> MaybeSpec:
-        whole = not atom.aval.shape or jaxprs.is_literal(atom) or atom in made
+        whole = not atom.aval.shape or jaxprs.is_literal(atom) or atom in reached
         return replicated(len(atom.aval.shape)) if spec is None and whole else spec
 
     return (
-        [own if spec is None else spec for own, spec in zip(inputs, specs, strict=True)],
+        [asked if spec is None else spec for asked, spec in zip(inputs, specs, strict=True)],
         list(map(known, jaxpr.jaxpr.outvars, outputs)),
     )
 
@@ -195,7 +195,9 @@ def _add_rule(operation: Any) -> Any:
             sizes.update(zip(names, shape, strict=True))
             return f"[{', '.join(names)}]"
 
-        sides = (", ".join(map(factors, own)) for own in (operation.operands, operation.results))
+        sides = (
+            ", ".join(map(factors, values)) for values in (operation.operands, operation.results)
+        )
         rule = ")->(".join(sides), ", ".join(f"{name}={size}" for name, size in sizes.items())
         operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
             f"#sdy.op_sharding_rule<({rule[0]}) {{{rule[1]}}}>"

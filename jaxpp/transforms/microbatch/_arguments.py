@@ -26,13 +26,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentLeaf:
-    """A leaf of the arguments, its path, and what `in_axes` says of it.
-
-    Args:
-        value: the leaf.
-        path: such as `[0].weight`.
-        entry: its entry of `in_axes`.
-    """
+    """A leaf of the arguments, its path such as `[0].weight`, and what `in_axes` says of it."""
 
     value: Any
     path: str
@@ -124,14 +118,7 @@ def broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool])
 
 
 def check_sizes(args: tuple, arguments: Sequence[ArgumentLeaf], count: int, replicas: int) -> None:
-    """Checks the arrays to slice.
-
-    Args:
-        args: the arguments.
-        arguments: their leaves.
-        count: the number of slices, of all replicas.
-        replicas: the number of replicas.
-    """
+    """Checks the arrays to slice, into `count` slices of all replicas."""
     sliced = [a for a in arguments if a.is_sliced]
     try:
         _check_sizes(sliced, count, replicas)
@@ -143,24 +130,24 @@ def check_sizes(args: tuple, arguments: Sequence[ArgumentLeaf], count: int, repl
 
 def _sliced_model(args: tuple, sliced: Sequence[ArgumentLeaf]) -> str:
     """Explains an error by a model that `in_axes` slices; empty where it slices none."""
-    own = without_keywords(args)
-    sizes: dict[int, set[Any]] = {n: set() for n in range(len(own))}
+    given = without_keywords(args)
+    sizes: dict[int, set[Any]] = {n: set() for n in range(len(given))}
     for a in sliced:
         n = int(a.path[1 : a.path.index("]")]) if a.path.startswith("[") else -1
         if n in sizes:
             x, axis = a.value, a.axis
             sizes[n].add(x.shape[axis] if -x.ndim <= axis < x.ndim else None)
-    models = [n for n in sizes if sizes[n] and _holds_parameters(own[n], sizes[n])]
-    if not models or len(models) == len([n for n in sizes if sizes[n]]) == len(own):
+    models = [n for n in sizes if sizes[n] and _holds_parameters(given[n], sizes[n])]
+    if not models or len(models) == len([n for n in sizes if sizes[n]]) == len(given):
         return ""
     n = models[0]
-    axes = tuple(None if k in models or not _has_arrays(own[k]) else 0 for k in range(len(own)))
+    axes = tuple(None if k in models or not _has_arrays(given[k]) else 0 for k in range(len(given)))
     note = ""
     if n > 0 and not sizes[0]:
         note = " By default a function takes the model first, and then the batch: (None, 0)."
     return (
         f"microbatch: in_axes slices args[{n}], which holds the parameters of a model "
-        f"({type(own[n]).__name__}), but each microbatch needs all of them. Give it None: "
+        f"({type(given[n]).__name__}), but each microbatch needs all of them. Give it None: "
         f"in_axes={axes}.{note}"
     )
 
@@ -241,11 +228,7 @@ def _is_key(x: Any) -> bool:
 
 
 def note_on_keys(error: Exception, arguments: Sequence[ArgumentLeaf]) -> bool:
-    """Explains an error of a function whose slice of random keys is an array of one key.
-
-    Returns:
-        Whether it was such an error.
-    """
+    """Explains an error of a function whose slice of keys is an array of one; tells if it is so."""
     for a in arguments:
         if a.is_sliced and _is_key(a.value) and "key" in str(error):
             error.add_note(

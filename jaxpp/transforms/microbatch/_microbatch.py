@@ -158,8 +158,8 @@ def microbatch_by(
     @functools.wraps(fun)
     def microbatched(*args: P.args, **kwargs: P.kwargs) -> R:
         if define := definition_of("microbatch"):
-            own = (count, in_axes, reduce, accumulator_dtype, replicas, merge)
-            return define(fun, *own)(*args, **kwargs)
+            options = (count, in_axes, reduce, accumulator_dtype, replicas, merge)
+            return define(fun, *options)(*args, **kwargs)
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _signature.as_positional(fun, args, kwargs, most)
         jaxprs.refuse_array_likes(given)

@@ -197,10 +197,7 @@ def _factor(eqn: Eqn) -> tuple[Atom, float] | None:
 def _sums(output: Atom, jaxpr: Jaxpr, keeps_sum: Callable[[float], bool]) -> list[Eqn]:
     """Finds the equations that sum up the terms of a scalar over axes of an array.
 
-    Args:
-        output: the scalar.
-        jaxpr: what makes it.
-        keeps_sum: whether a sum, times a number, is still one.
+    `keeps_sum` tells whether a sum, times a number, is still one.
     """
 
     def enter(body: Jaxpr, operands: Sequence[Any]) -> tuple[dict[Var, Eqn], dict[Var, Any]]:

@@ -151,14 +151,8 @@ def cotangent_of_slices(
 ) -> tuple[str, jax.Array]:
     """Returns the cotangent of each microbatch's output from that of the combined output.
 
-    Args:
-        operator: the operator that combined the outputs; not one that `is_chain`.
-        ct: the cotangent of the combined output.
-        num_microbatches: the number of microbatches.
-
-    Returns:
-        `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
-        along a new first axis.
+    It is `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
+    along a new first axis. The operator is none that `is_chain`.
     """
     if is_sum(operator):
         return "whole", ct / num_microbatches if operator.name == "mean" else ct
@@ -202,14 +196,14 @@ def accumulate_in(operator: Reduction, dtype: Any, x: Any) -> Reduction:
             f"microbatch: accumulator_dtype holds {dtype!r}, which is no floating-point dtype; "
             f"give one, such as jnp.float32, None for an output's own, or {AUTO!r}."
         )
-    own = dtype_of_sum(dtype, x)
-    if not isinstance(operator, Fold) or not operator.sums or own == x.dtype:
+    sum_dtype = dtype_of_sum(dtype, x)
+    if not isinstance(operator, Fold) or not operator.sums or sum_dtype == x.dtype:
         return dataclasses.replace(operator, dtype=dtype)
-    result, finish = x.dtype if _is_auto(dtype) else own, operator.finish
+    result, finish = x.dtype if _is_auto(dtype) else sum_dtype, operator.finish
     return dataclasses.replace(
         operator,
-        init=lambda x: _specs.filled(x, 0, own),
-        combine=lambda acc, x: acc + x.astype(own),
+        init=lambda x: _specs.filled(x, 0, sum_dtype),
+        combine=lambda acc, x: acc + x.astype(sum_dtype),
         finish=lambda acc, m: finish(acc, m).astype(result),
         dtype=dtype,
     )
@@ -270,12 +264,6 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
 def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
     """Finds how the values of replicas are combined, for an output of one slice like `x`.
 
-    Args:
-        operator: the operator of the output.
-        merge: what the user gave for it; None for the default.
-        path: the path of the output.
-        x: the type of the output.
-
     Raises:
         ValueError: if it is not known, or no such output is merged.
     """
@@ -287,9 +275,9 @@ def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStru
         )
     if not isinstance(operator, Carry):
         return operator
-    own = "mean" if merge is None and is_inexact(x) else merge
+    how = "mean" if merge is None and is_inexact(x) else merge
     names = [n for n, o in REDUCTIONS.items() if isinstance(o, Fold) and o.accepts(x.dtype)]
-    if own not in names and not callable(own):
+    if how not in names and not callable(how):
         is_given = "" if merge is None else f"has no merge {merge!r}: it "
         raise ValueError(
             f"{where} {is_given}is carried, in each replica for itself, and is no float, of which "
@@ -297,7 +285,7 @@ def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStru
             f"{', '.join(map(repr, names))}, or a function of the values of all replicas, stacked "
             f"along a new first axis."
         )
-    return dataclasses.replace(operator, merge=own)
+    return dataclasses.replace(operator, merge=how)
 
 
 def is_inexact(x: Any) -> bool:

@@ -153,9 +153,11 @@ class _SliceLoop:
         body = jax.checkpoint(self._body, policy=keep_nothing)
 
         def of_slice(*given):
-            own, carriers = given[: len(inputs)], given[len(inputs) :]
-            joined = [_with_tangent_of(own[i], c) for i, c in zip(apart, carriers, strict=True)]
-            return body(*_replaced(own, apart, joined))
+            slice_inputs, carriers = given[: len(inputs)], given[len(inputs) :]
+            joined = [
+                _with_tangent_of(slice_inputs[i], c) for i, c in zip(apart, carriers, strict=True)
+            ]
+            return body(*_replaced(slice_inputs, apart, joined))
 
         roles = [*self.roles, *("whole" for _ in apart)]
         return self._run(of_slice, roles, self.operators, *inputs, *carriers)
@@ -193,20 +195,20 @@ class _SliceLoop:
             ones = map(jnp.ones_like, values)
             # Only later it is known which scalars are differentiated; the others are dead code.
             of_each = [
-                _without_effects(lambda one, n=n: pullback(_replaced(zeros, [n], [one])), one)
+                _without_effects(lambda seed, n=n: pullback(_replaced(zeros, [n], [seed])), unit)
                 if len(values) > 1
-                else pullback([one])
-                for n, one in enumerate(ones)
+                else pullback([unit])
+                for n, unit in enumerate(ones)
             ]
             values = [outputs[k] for k in self.chained]
             return [*outputs, *values, *(g for gradients in of_each for g in gradients)]
 
         def operator(k: int, i: int):
-            own = self.operators[k]
+            reduction = self.operators[k]
             if self.roles[i] == "slice":
-                mean = own.name == "mean"
+                mean = reduction.name == "mean"
                 return _reductions.Collect("stack", lambda s: s / self.count if mean else s)
-            return _reductions.of_gradient(own.name, [own], inputs[i])
+            return _reductions.of_gradient(reduction.name, [reduction], inputs[i])
 
         stacks = [_reductions.REDUCTIONS["stack"]] * len(self.chained)
         operators = [*self.operators, *stacks, *(operator(k, i) for k, i in pairs)]
@@ -238,9 +240,9 @@ class _SliceLoop:
         names = ["stack" if self.roles[i] == "slice" else "sum" for i in active]
         roles = [*self.roles, *(role for role, _ in shares)]
         operands = [*inputs, *(ct for _, ct in shares)]
-        own = [self.operators[k] for k in cotangents]
+        reductions = [self.operators[k] for k in cotangents]
         operators = [
-            _reductions.of_gradient(name, own, inputs[i])
+            _reductions.of_gradient(name, reductions, inputs[i])
             for i, name in zip(active, names, strict=True)
         ]
         results = self._run(of_slice, roles, operators, *operands)
@@ -253,7 +255,7 @@ class _SliceLoop:
             return _reductions.cotangent_of_slices(operator, ct, self.count)
 
         def combined(values):
-            return self._run(lambda one: [one], ["slice"], [operator], values)[0]
+            return self._run(lambda x: [x], ["slice"], [operator], values)[0]
 
         (slices,) = jax.vjp(combined, values[k])[1](ct)
         return "slice", slices
@@ -273,21 +275,21 @@ class _SliceLoop:
             for role in ("whole", CARRY, "slice")
         )
 
-        def call(carried, one):
-            given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
+        def call(carried, one_slice):
+            given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one_slice)}
             return body(*(next(given[role]) for role in roles))
 
-        one = _specs.types_of(lambda slices: [x[0] for x in slices], slices)
-        shapes = _specs.types_of(call, first, one)
+        slice_types = _specs.types_of(lambda slices: [x[0] for x in slices], slices)
+        shapes = _specs.types_of(call, first, slice_types)
 
         def those(kind, outputs):
             return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
 
         folds = {i: op for i, op in enumerate(operators) if isinstance(op, _reductions.Fold)}
 
-        def step(state, one):
+        def step(state, one_slice):
             accs, carried = state
-            outputs = call(carried, one)
+            outputs = call(carried, one_slice)
             pairs = zip(folds.items(), accs, strict=True)
             accs = [op.combine(acc, outputs[i]) for (i, op), acc in pairs]
             return (accs, those(_reductions.Carry, outputs)), those(_reductions.Collect, outputs)
@@ -339,15 +341,9 @@ def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) 
 
 
 def _run_replicas(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) -> Any:
-    """Runs a loop for each replica.
+    """Runs a loop for each replica, of which the d-th has the d-th run of all slices.
 
-    Args:
-        loop: a function of slices, along the first axis of arrays; it gives a pytree.
-        slices: those of all replicas: replica d has the d-th run of them.
-        replicas: the number of replicas, which divides that of the slices.
-
-    Returns:
-        What the loop gives, its arrays with a new first axis of a row for each replica.
+    The arrays of the result have a new first axis, of a row for each replica.
     """
 
     def replica(_, slices):
@@ -366,12 +362,7 @@ def _by_replica(x: Any, replicas: int) -> Any:
 
 
 def _merged(operator: Reduction, rows: Any) -> Any:
-    """Combines the values of the replicas, in order, as an operator says.
-
-    Args:
-        operator: the operator that made the values.
-        rows: a pytree of arrays; the first axis has a row for each replica.
-    """
+    """Combines the values of the replicas, a row each, in order, as the operator of them says."""
     is_carried = isinstance(operator, _reductions.Carry)
     how: Any = operator.merge if is_carried else operator.name
     if isinstance(operator, _reductions.Fold) and operator.merge:
@@ -388,8 +379,8 @@ def _merged(operator: Reduction, rows: Any) -> Any:
 def _folded(combine: Any, rows: Any) -> Any:
     """Combines rows, the second with the first, the third with both, and so on."""
     count = jax.tree.leaves(rows)[0].shape[0]
-    each = (jax.tree.map(lambda x, d=d: x[d], rows) for d in range(count))
-    return functools.reduce(combine, each)
+    values = (jax.tree.map(lambda x, d=d: x[d], rows) for d in range(count))
+    return functools.reduce(combine, values)
 
 
 #: How rows are combined, by name; each function is one, so that it is traced once for a type.

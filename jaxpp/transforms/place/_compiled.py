@@ -238,7 +238,7 @@ class Compiled(HasPrograms):
                 names the first leaf that differs.
         """
         traced = trace_initializer(init_fn, args, self.signature.static_argnums)
-        check_initializer(first_arguments(traced), self.signature.types)
+        check_initializer(first_arguments(traced), self.signature)
         return self.run_initializer(traced, args)
 
     def run_initializer(self, traced: jaxprs.Traced, args: Sequence[Any]) -> Any:

@@ -107,13 +107,7 @@ def _select(index, *cases):
 def close_conditionals(
     eqns: Sequence[Eqn], outputs: Collection[Atom], guards: Mapping[Var, Guard]
 ) -> list[Eqn]:
-    """Puts neighbouring equations of one guard under a `cond`.
-
-    Args:
-        eqns: the equations of a computation, in order.
-        outputs: the variables of the computation that are read outside of it.
-        guards: the guards of the variables whose equations run only at times.
-    """
+    """Puts neighbouring equations of one guard under a `cond`; `outputs` are read outside."""
     runs: list[tuple[Guard, list[Eqn]]] = []
     for eqn in eqns:
         guard = next((guards[v] for v in eqn.outvars if v in guards), ())

@@ -272,7 +272,8 @@ def _resolve_mesh(
         several = f"schedule(microbatch(fun, M), {several})"
     given_is += f" (stages begin at {listed(lines)})" if lines else ""
     raise ValueError(
-        f"place: {given_is}, but the mesh has {mesh.num_ranks}; make them equal (a mesh whose "
+        f"place: {given_is}, but the mesh has {mesh.num_ranks}; make them equal, by the "
+        f"number of cuts (num_stages=, the names in at=, the marks) or by the mesh (one whose "
         f"devices list repeats a device lets ranks share it)"
         + (f", or give a rank {each} stages: {several}." if each > 1 and not rest else ".")
     )

@@ -62,11 +62,11 @@ class Classes:
             known = found.setdefault(self.of(var), {})
             known[interval] = known.get(interval, frozenset()) | stages
         cuts = {
-            own: tuple(sorted({0, _rows.num_rows(own)}.union(*intervals)))
-            for own, intervals in found.items()
+            member: tuple(sorted({0, _rows.num_rows(member)}.union(*intervals)))
+            for member, intervals in found.items()
             if len(set(intervals.values())) > 1
         }
-        return {v: cuts[own] for v in variables if (own := self.of(v)) in cuts}
+        return {v: cuts[first] for v in variables if (first := self.of(v)) in cuts}
 
 
 # ---- rules --------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ class _CarryingLoop:
     def inputs(self, number: int) -> list[Var]:
         """Returns what stands for an operand in the jaxprs."""
         return [
-            self.jaxprs[name].jaxpr.invars[own.index(number)]
-            for name, own in self.reads.items()
-            if number in own
+            self.jaxprs[name].jaxpr.invars[numbers.index(number)]
+            for name, numbers in self.reads.items()
+            if number in numbers
         ]
 
     def carried(self) -> Iterator[tuple[list[Var], Atom]]:
@@ -150,7 +150,7 @@ class _CarryingLoop:
     def tests(self) -> list[Var]:
         """Returns the variables that tell for each row how long it is iterated, if one does."""
         *of_test, _ = [jaxprs.variables(jaxpr.jaxpr.outvars) for jaxpr in self.jaxprs.values()]
-        return [v for own in of_test for v in own if _rows.num_rows(v) >= 0]
+        return [v for tested in of_test for v in tested if _rows.num_rows(v) >= 0]
 
     def whole(self) -> Iterator[Atom]:
         """Yields variables that cannot be in parts by the rows of what is carried."""
@@ -185,21 +185,23 @@ def _carried_rows(eqn: Eqn) -> Rows | None:
     loop = _CarryingLoop.of(eqn)
     operands = [loop.inputs(n) for n in range(len(eqn.invars))]
     pairs = [(v, after) for before, after in loop.carried() for v in before]
-    classes = Classes(loop.eqns, [*pairs, *((own[0], v) for own in operands for v in own[1:])])
+    classes = Classes(
+        loop.eqns, [*pairs, *((inputs[0], v) for inputs in operands for v in inputs[1:])]
+    )
     whole = {classes.of(v) for v in jaxprs.variables(loop.whole())}
     apart = [v for (v, *_), _ in loop.carried() if classes.of(v) not in whole]
     _, rows = max(((v.aval.size, _rows.num_rows(v)) for v in apart), default=(0, 0))
     having = {classes.of(v) for v in apart if _rows.num_rows(v) == rows > 1}
     if not having or not all(classes.of(v) in having for v in loop.tests()):
         return None
-    flags = [classes.of(own[0]) in having for own in operands]
+    flags = [classes.of(inputs[0]) in having for inputs in operands]
 
     def params(rows: int) -> dict[str, Any]:
-        own = {
+        changed = {
             name: _of_rows(jaxpr, lambda v: classes.of(v) in having, rows)
             for name, jaxpr in loop.jaxprs.items()
         }
-        closed = {k: _compat.with_closed_type(j, eqn.params[k]) for k, j in own.items()}
+        closed = {k: _compat.with_closed_type(j, eqn.params[k]) for k, j in changed.items()}
         return {**eqn.params, **closed}
 
     results = [flags[n] for n in loop.carries]
@@ -229,18 +231,13 @@ Used = tuple[Var, tuple[int, int], frozenset[int]]
 
 
 def rows_used(eqns: Sequence[tuple[Eqn, int | None]], classes: Classes) -> list[Used]:
-    """Finds the arrays of which stages make rows, and which rows stages read of such arrays.
-
-    Args:
-        eqns: equations, each with its stage, or None.
-        classes: the classes of their variables.
-    """
+    """Finds the arrays of which stages make rows, and which rows stages read of such arrays."""
     used = list(_rows_made(eqns))
-    made = {classes.of(v) for v, *_ in used}
+    of_stages = {classes.of(v) for v, *_ in used}
     for eqn, stage in eqns:
         if stage is not None and _rows.takes_some_rows(eqn):
             for v in jaxprs.variables(eqn.invars[:1]):
-                if classes.of(v) in made and (interval := _rows.slice_interval(eqn)):
+                if classes.of(v) in of_stages and (interval := _rows.slice_interval(eqn)):
                     used.append((v, interval, frozenset({stage})))
     return used
 
@@ -259,6 +256,6 @@ def _rows_made(eqns: Iterable[tuple[Eqn, int | None]]) -> Iterator[Used]:
         makers = [stages.get(v) for v in jaxprs.variables(eqn.invars)]
         intervals = _rows.concatenation_intervals(eqn)
         if intervals and None not in makers and len(set(makers)) > 1:
-            for v, own in zip(eqn.invars, intervals, strict=True):
+            for v, rows in zip(eqn.invars, intervals, strict=True):
                 made_by = () if jaxprs.is_literal(v) else (stages[v],)
-                yield eqn.outvars[0], own, frozenset(made_by)
+                yield eqn.outvars[0], rows, frozenset(made_by)

@@ -15,7 +15,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _specs, jaxprs
-from jaxpp.jaxprs import Atom, Aval, Eqn, Jaxpr, Literal, Var, found_again, primitives
+from jaxpp.jaxprs import Atom, Aval, Eqn, Jaxpr, Literal, Var, primitives
 
 #: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -47,14 +47,14 @@ class Rows:
 
     def members(self, eqn: Eqn) -> list[Var]:
         """Returns the variables of the equation that have the rows."""
-        made = [v for v, has_rows in self.results_with_rows(eqn.outvars) if has_rows]
-        return jaxprs.variables([*self.having(eqn.invars), *made])
+        results = [v for v, has_rows in self.results_with_rows(eqn.outvars) if has_rows]
+        return jaxprs.variables([*self.having(eqn.invars), *results])
 
 
 def of_rows(eqn: Eqn, rule: Rows, operands: Sequence[Atom], rows: int) -> Eqn:
     """Makes the equation for some rows of its results, from operands that have these rows."""
-    made = rule.results_with_rows(eqn.outvars)
-    outvars = [rows_var(v, rows) if has_rows else jaxprs.fresh_var(v) for v, has_rows in made]
+    results = rule.results_with_rows(eqn.outvars)
+    outvars = [rows_var(v, rows) if has_rows else jaxprs.fresh_var(v) for v, has_rows in results]
     params = eqn.params if rule.params is None else rule.params(rows)
     return eqn.replace(invars=list(operands), outvars=outvars, params=params)
 
@@ -122,23 +122,55 @@ def from_dimensions(eqn: Eqn) -> Rows | None:
         sized = "slice_sizes" in eqn.params and has_rows is not None and not all(has_rows[:2])
         params = functools.partial(_with_shape, eqn, "slice_sizes") if sized else None
         return None if has_rows is None else Rows(has_rows, params)
-    found = found_again(eqn)
-    if name not in _BY_ROWS:
+    at = _rows_at(eqn) if name in _BY_ROWS else None
+    if at is None or _mixes_rows(eqn):
         return None
-    if name == "iota":
-        found = [] if eqn.params["dimension"] else None
-    elif name == "reshape" and eqn.params.get("dimensions") is None:
-        found = [(0,)] if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
-    if found is None or _mixes_rows(eqn):
-        return None
-    has_rows, made = tuple(dims[:1] == (0,) for dims in found), num_rows(eqn.outvars[0]) >= 0
-    if made and (any(has_rows) or name in _SHAPES) and not any(0 in dims[1:] for dims in found):
+    has_rows, gives_rows = tuple(n == 0 for n in at), num_rows(eqn.outvars[0]) >= 0
+    if gives_rows and (any(has_rows) or name in _SHAPES) and not any(at):
         shape = _SHAPES.get(name)
         return Rows(has_rows, functools.partial(_with_shape, eqn, shape) if shape else None)
-    first = {dims[0] for dims in found if dims}
-    if name in _COMBINES and len(first) == 1 and (first.pop() or 0) >= eqn.outvars[0].aval.ndim:
-        return Rows(tuple(map(bool, found)), combine=_COMBINES[name])
+    if name in _COMBINES and any({*pair} == {0} for pair in zip(*_summed(eqn), strict=True)):
+        return Rows((True,) * len(at), combine=_COMBINES[name])
     return None
+
+
+def _rows_at(eqn: Eqn) -> Sequence[int | None] | None:
+    """Finds for each operand which of its dimensions is the rows of the results, if one is.
+
+    It is None as a whole for an equation whose results have their rows from nothing else.
+    """
+    name, params, rows = eqn.primitive.name, eqn.params, num_rows(eqn.outvars[0])
+    shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+    if name == "iota":
+        return [] if params["dimension"] else None
+    if name == "reshape":
+        keeps = params.get("dimensions") is None and num_rows(eqn.invars[0]) == rows >= 0
+        return [0] if keeps else None
+    if name == "dot_general" and params["dimension_numbers"][1][0]:  # a batch of products
+        return [dims[0] for dims in params["dimension_numbers"][1]]
+    if name in _COMBINES or name in ("argmax", "argmin", "squeeze", "unstack"):
+        pairs = zip(shapes, _summed(eqn), strict=True)
+        first, *others = [
+            next((n for n in range(len(shape)) if n not in axes), None) for shape, axes in pairs
+        ]
+        return [first, *(n if first is None else None for n in others)]
+    if name == "transpose":
+        return [*params["permutation"][:1]]
+    if name == "broadcast_in_dim" and params["broadcast_dimensions"][:1] != (0,):
+        return [None] * len(shapes)
+    if name in _MIXES or name in ("pad", "slice"):  # of perhaps another size
+        return [0 if shape else None for shape in shapes]
+    return [0 if shape[:1] == (rows,) else None for shape in shapes]
+
+
+def _summed(eqn: Eqn) -> Sequence[Sequence[int]]:
+    """Returns for each operand the dimensions that the results do not have."""
+    params = eqn.params
+    if eqn.primitive.name == "dot_general":
+        return params["dimension_numbers"][0]
+    if eqn.primitive.name == "unstack":
+        return [(params["axis"],)]
+    return [params["axes" if "axes" in params else "dimensions"]]
 
 
 def _mixes_rows(eqn: Eqn) -> bool:
@@ -252,8 +284,8 @@ def slice_columns(eqn: Eqn, rows: Atom) -> Eqn | None:
         "start_indices": (0, *starts[1:]),
         "limit_indices": (num_rows(rows), *limits[1:]),
     }
-    own = rows_var(eqn.outvars[0], num_rows(rows))
-    return eqn.replace(invars=[rows], outvars=[own], params=params)
+    result = rows_var(eqn.outvars[0], num_rows(rows))
+    return eqn.replace(invars=[rows], outvars=[result], params=params)
 
 
 def pad_interval(eqn: Eqn) -> tuple[int, int] | None:
@@ -383,16 +415,16 @@ def cut_scan(
     num_consts, num_carry = _compat.scan_parts(scan)
     body = scan.params["jaxpr"].jaxpr
     ends = zip(body.invars[num_consts : len(whole)], body.outvars[:num_carry], strict=True)
-    changes = [_handed_on(body, out) is not own for own, out in ends]
+    changes = [_handed_on(body, out) is not inside for inside, out in ends]
     order = -1 if scan.params["reverse"] else 1
     consts, carry = whole[:num_consts], list(whole[num_consts:])
     scans = []
     for (low, high), xs in list(zip(itertools.pairwise(bounds), slices, strict=True))[::order]:
-        made = [jaxprs.fresh_var(v) for v in scan.outvars[:num_carry]]
-        made += [rows_var(v, high - low) for v in scan.outvars[num_carry:]]
+        results = [jaxprs.fresh_var(v) for v in scan.outvars[:num_carry]]
+        results += [rows_var(v, high - low) for v in scan.outvars[num_carry:]]
         params = scan_params(scan, high - low)
-        scans.append(scan.replace(invars=[*consts, *carry, *xs], outvars=made, params=params))
-        flags = zip(carry, made, changes, strict=False)
+        scans.append(scan.replace(invars=[*consts, *carry, *xs], outvars=results, params=params))
+        flags = zip(carry, results, changes, strict=False)
         carry = [after if changed else before for before, after, changed in flags]
     stacks = zip(*(part.outvars[num_carry:] for part in scans[::order]), strict=True)
     return scans, carry, list(map(list, stacks))

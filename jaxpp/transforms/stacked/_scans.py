@@ -96,9 +96,9 @@ def divide_scans(
         if scan is None or not cuts:
             sources.add(eqn)
             return None
-        made, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), sources)
-        pieces.extend(made)
-        return [piece.eqn for piece in made], results
+        parts, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), sources)
+        pieces.extend(parts)
+        return [piece.eqn for piece in parts], results
 
     divided = jaxprs.rewrite(jaxpr, rule)
     outvars = divided.jaxpr.outvars
@@ -116,8 +116,7 @@ def divide_scans(
 def walk_stacks(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> tuple[jex.ClosedJaxpr, list[Eqn]]:
     """Makes scans over stacked layers of those that take a layer of the model by its number.
 
-    Returns:
-        the program, and the scans of it that took layers so.
+    Also gives the scans that took layers so.
     """
     sources = _read(jaxpr, model)[1]
     return walked_as_xs(jaxpr, lambda array: bool(sources.model_arrays(array)))

@@ -120,14 +120,14 @@ class Slicer:
         """Makes rows of a variable by the rule of the equation that makes it."""
         intervals = self._intervals(var)
         if intervals and (low, high) not in intervals:
-            near = [own for own in intervals if own[0] < high and low < own[1]]
-            return self._join([(own, self.rows(var, *own)) for own in near], var, low, high)
+            near = [part for part in intervals if part[0] < high and low < part[1]]
+            return self._join([(part, self.rows(var, *part)) for part in near], var, low, high)
         if eqn is None:
             return self._of_input(var, low, high)
         if self._enters(eqn) and (intervals or not self._bounds):
-            made = self._by_rule(eqn, var, low, high)
-            if made is not None:
-                return made
+            of_rule = self._by_rule(eqn, var, low, high)
+            if of_rule is not None:
+                return of_rule
         self._wanted_whole(eqn, [var], self._maker)
         if intervals and var not in self._whole.of:
             self._add_whole(eqn)
@@ -241,13 +241,15 @@ class Slicer:
 
     def _row_by_row(self, eqn: Eqn, rule: Rows, var: Var, low: int, high: int) -> Atom:
         operands = self._operands(eqn, rule, low, high)
-        made = rule.results_with_rows(eqn.outvars)
+        results = rule.results_with_rows(eqn.outvars)
         if (known := self._without_zeros(eqn, rule, operands, high - low)) is not None:
-            self._known.update(((v, low, high), x) for (v, _), x in zip(made, known, strict=True))
+            self._known.update(
+                ((v, low, high), x) for (v, _), x in zip(results, known, strict=True)
+            )
             return self._known[var, low, high]
-        own = _rows.of_rows(eqn, rule, operands, high - low)
-        self._add(own, eqn)
-        for (v, has_rows), new in zip(made, own.outvars, strict=True):
+        part = _rows.of_rows(eqn, rule, operands, high - low)
+        self._add(part, eqn)
+        for (v, has_rows), new in zip(results, part.outvars, strict=True):
             if has_rows:
                 self._known[v, low, high] = new
             elif self._bounds:
@@ -279,8 +281,8 @@ class Slicer:
         )
         partial = []
         for low, high in intervals:
-            own = _rows.of_rows(eqn, rule, self._operands(eqn, rule, low, high), high - low)
-            partial.append(self._add(own, eqn))
+            part = _rows.of_rows(eqn, rule, self._operands(eqn, rule, low, high), high - low)
+            partial.append(self._add(part, eqn))
         result, *others = partial
         for other in others:
             result = self._record(combine, result, other)
@@ -310,9 +312,9 @@ class Slicer:
         fun = _named(jex.jaxpr_as_fun(body), eqn.params.get("name", "rows"))
         traced = jax.make_jaxpr(jax.jit(fun))(*(v.aval for v in body.jaxpr.invars))
         (call,) = jaxprs.without_constants(traced)[0].eqns
-        own = _rows.rows_var(var, high - low)
-        made = call.replace(invars=operands, outvars=[own], source_info=eqn.source_info)
-        return self._add(made)
+        result = _rows.rows_var(var, high - low)
+        part = call.replace(invars=operands, outvars=[result], source_info=eqn.source_info)
+        return self._add(part)
 
     def _of_conditional(self, eqn: Eqn, var: Var, low: int, high: int) -> Var:
         parts = [
@@ -323,16 +325,16 @@ class Slicer:
         branches = []
         for k, (body, _) in enumerate(parts):
             invars = [
-                v if own == k else jaxprs.fresh_var(v)
-                for own, (other, _) in enumerate(parts)
+                v if n == k else jaxprs.fresh_var(v)
+                for n, (other, _) in enumerate(parts)
                 for v in other.jaxpr.invars
             ]
             whole = _compat.make_closed_jaxpr(invars, body.jaxpr.outvars, body.eqns)
             branches.append(_compat.with_closed_type(whole, eqn.params["branches"][k]))
-        operands = [eqn.invars[0], *(x for _, own in parts for x in own)]
+        operands = [eqn.invars[0], *(x for _, inputs in parts for x in inputs)]
         params = {**eqn.params, "branches": tuple(branches)}
-        own = _rows.rows_var(var, high - low)
-        return self._add(eqn.replace(invars=operands, outvars=[own], params=params))
+        result = _rows.rows_var(var, high - low)
+        return self._add(eqn.replace(invars=operands, outvars=[result], params=params))
 
     def _body(
         self, eqn: Eqn, body: Any, operands: Sequence[Atom], var: Var, low: int, high: int
@@ -345,9 +347,9 @@ class Slicer:
         sliced: dict[Var, Atom] = {}
 
         def of_input(var: Var, low: int, high: int) -> Atom:
-            own = _rows.rows_var(var, high - low)
-            sliced[own] = self.rows(whole[var], low, high)
-            return own
+            inner_var = _rows.rows_var(var, high - low)
+            sliced[inner_var] = self.rows(whole[var], low, high)
+            return inner_var
 
         maker = {v: e for e in opened.eqns for v in e.outvars}
         inner = Slicer(

@@ -21,12 +21,7 @@ def walked_as_xs(
 ) -> tuple[jex.ClosedJaxpr, list[Eqn]]:
     """Makes the stacks whose rows a scan takes by the number of the iteration xs of the scan.
 
-    Args:
-        jaxpr: the program.
-        is_stack: tells whether a constant of a scan is such a stack, if its rows are taken so.
-
-    Returns:
-        the program, and those of its scans that take rows so.
+    `is_stack` tells whether a constant of a scan may be one. Also gives the scans that have some.
     """
     walking: list[Eqn] = []
 
@@ -86,15 +81,15 @@ class _Walk:
 
         def step(carry, x):
             known = dict(zip([*carries, *xs], [*carry, *x], strict=True))
-            made = jaxprs.run(part.jaxpr, *(known[v] for v in part.inputs))
-            ends = [y.astype(v.aval.dtype) for y, v in zip(made, carries, strict=False)]
-            return ends, [*carry, *made[len(carries) :]]
+            numbers = jaxprs.run(part.jaxpr, *(known[v] for v in part.inputs))
+            ends = [y.astype(v.aval.dtype) for y, v in zip(numbers, carries, strict=False)]
+            return ends, [*carry, *numbers[len(carries) :]]
 
         params = {k: eqn.params[k] for k in ("length", "reverse")}
         with jax.ensure_compile_time_eval():
             starts = [jnp.asarray(first[v]) for v in carries]
-            ends, made = jax.lax.scan(step, starts, [first[v] for v in xs], **params)
-        values = dict(zip([*carries, *indices], map(np.asarray, made), strict=True))
+            ends, known = jax.lax.scan(step, starts, [first[v] for v in xs], **params)
+        values = dict(zip([*carries, *indices], map(np.asarray, known), strict=True))
         values |= {v: first[v] for v in xs}
         last = dict(zip(carries, map(np.asarray, ends), strict=True))
         return cls(eqn, body, takers, values, last)
@@ -106,14 +101,13 @@ class _Walk:
         if len(self.eqn.outvars) > num_carry or not all(v in self.values for v in xs):
             return None
         params = {**self.eqn.params, "reverse": not self.eqn.params["reverse"]}
-        values = {v: own[::-1] for v, own in self.values.items()}
+        values = {v: numbers[::-1] for v, numbers in self.values.items()}
         return dataclasses.replace(self, eqn=self.eqn.replace(params=params), values=values)
 
     def rows(self) -> dict[Var, tuple[int, int]]:
         """Finds what is a row of a constant, the next one in each iteration.
 
-        Returns:
-            for each such variable the number of the constant, and the row of the first iteration.
+        It has the number of the constant, and the row of the first iteration.
         """
         found = {}
         for eqn, stack in self.takers:
@@ -126,11 +120,7 @@ class _Walk:
         return found
 
     def over(self, taken: Mapping[Var, tuple[int, int]]) -> jaxprs.Replacement:
-        """Makes the scan over constants; the numbers that it counts are further xs.
-
-        Args:
-            taken: the variables that are rows of constants, as `rows` gives them.
-        """
+        """Makes the scan over constants, as `rows` gives them; what it counts are xs, too."""
         num_consts, num_carry = _compat.scan_parts(self.eqn)
         inside, outvars = self.body.jaxpr.invars, self.body.jaxpr.outvars
         consts, carries, xs = (
@@ -153,10 +143,10 @@ class _Walk:
         eqns = jaxprs.rewritten(self.body.eqns, rule, known)
         ends = zip(inside[num_consts:], outvars[:num_carry], strict=False)
         after = [known(out) for v, out in ends if v not in self.values]
-        made = [*after, *map(known, outvars[num_carry:])]
+        outputs = [*after, *map(known, outvars[num_carry:])]
         invars = [*consts, *carries, *xs, *counts, *rows.values()]
-        body = _compat.make_closed_jaxpr(invars, made, eqns)
-        body = _compat.eliminate_dead_code(body, [True] * len(made))
+        body = _compat.make_closed_jaxpr(invars, outputs, eqns)
+        body = _compat.eliminate_dead_code(body, [True] * len(outputs))
         params = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
 
         def run(*values):
@@ -166,8 +156,8 @@ class _Walk:
                 for n, start in taken.values()
             ]
 
-            def iterate(carry, own):
-                results = jaxprs.run(body, *map(given.__getitem__, consts), *carry, *own)
+            def iterate(carry, slices):
+                results = jaxprs.run(body, *map(given.__getitem__, consts), *carry, *slices)
                 return results[: len(carries)], results[len(carries) :]
 
             numbers = [jnp.asarray(self.values[v], v.aval.dtype) for v in counts]

@@ -149,8 +149,8 @@ def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
 def _in_order(*weights: Sequence[float]) -> list[int]:
     """Makes one weight of several a position: sums are compared by the first, then by the next."""
     joined = [0] * len(weights[0])
-    for own in weights:
-        whole = [int(w) for w in own[1:-1]]  # the ends are no cuts
+    for level in weights:
+        whole = [int(w) for w in level[1:-1]]  # the ends are no cuts
         scale = sum(whole) + 1
         joined = [0, *(j * scale + w for j, w in zip(joined[1:-1], whole, strict=True)), 0]
     return joined
@@ -221,9 +221,9 @@ class _Ways:
         for e in ends:
             wanted = weight[e]
             assert wanted is not None
-            own = alike.get(wanted - self.weights[e], [])
-            low, high = (bisect.bisect_left(own, x[e]) for x in (self.first, self.after))
-            found.update(own[low:high])
+            positions = alike.get(wanted - self.weights[e], [])
+            low, high = (bisect.bisect_left(positions, x[e]) for x in (self.first, self.after))
+            found.update(positions[low:high])
         even = self.total[-1] * number / self.num_stages
         nearest = sorted(found, key=lambda p: abs(self.total[p] - even))
         return sorted(nearest[:_COMPARED])
@@ -240,11 +240,11 @@ class _Ways:
             starts = iter(range(n))
             for end in range(1, n + 1):
                 for start in itertools.islice(starts, after[end] - after[end - 1]):
-                    own = best[start]
-                    if own is not None:
-                        while window and window[-1][0] > own:
+                    weight = best[start]
+                    if weight is not None:
+                        while window and window[-1][0] > weight:
                             window.pop()
-                        window.append((own, start))
+                        window.append((weight, start))
                 while window and window[0][1] < first[end]:
                     window.popleft()
                 if window:

@@ -53,8 +53,10 @@ def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
     @functools.wraps(fun)
     def watching(*args, **kwargs):
         model = args[0] if args else None
-        made = [(w.classes, w.make(model)) for w in watchers]
-        token = _handlers.set({cls: [h for own, h in made if cls in own] for cls in classes})
+        handlers = [(w.classes, w.make(model)) for w in watchers]
+        token = _handlers.set(
+            {cls: [h for kinds, h in handlers if cls in kinds] for cls in classes}
+        )
         try:
             with _intercepted(classes), _cache_key(key):
                 return fun(*args, **kwargs)
@@ -264,10 +266,10 @@ def _scoper(model: Any) -> Handler:
             learn(module)
         path = paths[id(module)]
         outer = around[-1] if around else ()
-        own = path[len(outer) :] if path[: len(outer)] == outer else path
+        below = path[len(outer) :] if path[: len(outer)] == outer else path
         around.append(path)
         try:
-            with jax.named_scope(".".join(own)) if own else contextlib.nullcontext():
+            with jax.named_scope(".".join(below)) if below else contextlib.nullcontext():
                 return call(*args, **kwargs)
         finally:
             around.pop()
@@ -324,14 +326,20 @@ def _nearest(read: Collection[int], arrays_of: Mapping[str, int]) -> list[str]:
     """
     from_model = _modules.joined_bits(arrays for arrays in read if not arrays & _OTHER)
 
-    def nearness(own: int) -> tuple[int, int, int]:
-        from_own = _modules.joined_bits(arrays for arrays in read if not arrays & ~(own | _OTHER))
-        missing = own & ~(from_model | from_own)
-        counts = (own & from_model).bit_count(), (own & from_own).bit_count()
+    def nearness(module: int) -> tuple[int, int, int]:
+        from_own = _modules.joined_bits(
+            arrays for arrays in read if not arrays & ~(module | _OTHER)
+        )
+        missing = module & ~(from_model | from_own)
+        counts = (module & from_model).bit_count(), (module & from_own).bit_count()
         return (*counts, -missing.bit_count())
 
     every = _modules.joined_bits(read)
-    near = {p: nearness(own << 1) for p, own in arrays_of.items() if own << 1 & every or not own}
+    near = {
+        p: nearness(module << 1)
+        for p, module in arrays_of.items()
+        if module << 1 & every or not module
+    }
     near = {path: n for path, n in near.items() if any(n[:2]) or not arrays_of[path]}
     return [path for path, n in near.items() if n == max(near.values())]
 
@@ -351,18 +359,18 @@ def _reads(traced: jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]]
             return (0, 0) if jaxprs.is_literal(atom) else facts.get(atom, (0, 0))
 
         for eqn in jaxpr.eqns:
-            own, inside = list(map(of, eqn.invars)), 0
+            operands, inside = list(map(of, eqn.invars)), 0
             for scope in [*around, *scopes(eqn)]:
                 inside |= number.setdefault(scope, 1 << len(number))
                 _, read = reads.setdefault(scope, (eqn, set()))
-                read.update(arrays for arrays, made in own if not made & ~inside)
-            sources = _modules.joined_bits(arrays for arrays, _ in own)
-            every = sources, _modules.joined_bits(made for _, made in own) | inside
+                read.update(arrays for arrays, calls in operands if not calls & ~inside)
+            sources = _modules.joined_bits(arrays for arrays, _ in operands)
+            every = sources, _modules.joined_bits(calls for _, calls in operands) | inside
             results = [every] * len(eqn.outvars)
             for body in jaxprs.sub_jaxprs(eqn):  # it takes some of the last operands
-                taken = [*([every] * len(body.invars)), *own][len(own) :]
-                made = visit(body, taken, [*around, *scopes(eqn)])
-                results = results if jaxprs.called_jaxpr(eqn) is None else made
+                taken = [*([every] * len(body.invars)), *operands][len(operands) :]
+                body_results = visit(body, taken, [*around, *scopes(eqn)])
+                results = results if jaxprs.called_jaxpr(eqn) is None else body_results
             facts.update(zip(eqn.outvars, results, strict=True))
         return list(map(of, jaxpr.outvars))
 

@@ -157,11 +157,7 @@ def cut_balanced(
 
 
 def cost_of(balance: Balance) -> jaxprs.Cost:
-    """Returns the cost of an equation by which layers are found, and stages balanced.
-
-    Raises:
-        ValueError: nothing can be balanced by what is given.
-    """
+    """Returns the cost by which layers are found, and stages balanced; a ValueError for no cost."""
     if isinstance(balance, Units | Finest):
         return jaxprs.flops
     return jaxprs.cost_function(balance)
@@ -210,8 +206,8 @@ def _whole_units(
         return (name for name in scopes or () if inside(eqn, name))
 
     def called(eqn: Eqn) -> Iterator[str]:
-        own = () if _compat.is_transposed(eqn) else _calls.scopes(eqn)
-        yield from (scope for scope in own if scope in calls)
+        around = () if _compat.is_transposed(eqn) else _calls.scopes(eqn)
+        yield from (scope for scope in around if scope in calls)
         if iteration(eqn):
             inside = _calls.scopes_inside(eqn)
             yield from (scope for scope in inside if calls.get(scope, scope) is None)

@@ -135,8 +135,8 @@ def _stacked(
         return module
     stack = _modules.stack_at(model, path)
     for scan in stacked.layer_scans(jaxpr, arrays):
-        own = _modules.joined_bits(a for a in scan.arrays if not a & ~stack.arrays)
-        if own and own == stack.arrays and _calls.calls_class(scan.eqn, type(module)):
+        taken = _modules.joined_bits(a for a in scan.arrays if not a & ~stack.arrays)
+        if taken and taken == stack.arrays and _calls.calls_class(scan.eqn, type(module)):
             return stack
     return module
 
@@ -252,11 +252,11 @@ def _insert_marks(
     varying = jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
     last = {v: i for i, e in enumerate(jaxpr.eqns) for v in jaxprs.variables(e.invars)}
     known = jaxprs.Substitution()
-    made: list[Var] = []
+    before: list[Var] = []
     eqns: list[Eqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
         if i in opened:
-            live = [v for v in made if last.get(v, -1) >= i]
+            live = [v for v in before if last.get(v, -1) >= i]
             marked = list(map(jaxprs.fresh_var, live))
             params = dict(zip(("stage", "name"), opened[i], strict=True))
             operands = list(map(known, live))
@@ -264,6 +264,6 @@ def _insert_marks(
             eqns.append(mark)
             known.of.update(zip(live, marked, strict=True))
         eqns.append(known.rename(eqn))
-        made.extend(v for v in eqn.outvars if v in varying)
+        before.extend(v for v in eqn.outvars if v in varying)
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)

@@ -94,10 +94,10 @@ def warn_of_shared(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) ->
                 source[eqn.outvars[0]] = read[0]
         for v in factors:
             multiplied.setdefault(v, []).append(k)
-    twice = {v: own for v, own in multiplied.items() if len(own) > 1}
+    twice = {v: readers for v, readers in multiplied.items() if len(readers) > 1}
     if twice:
-        count = sum(jaxprs.nbytes(v) * (len(own) - 1) for v, own in twice.items())
-        which = ", ".join(map(str, sorted({k for own in twice.values() for k in own})))
+        count = sum(jaxprs.nbytes(v) * (len(readers) - 1) for v, readers in twice.items())
+        which = ", ".join(map(str, sorted({k for readers in twice.values() for k in readers})))
         names = _joined(dict.fromkeys(_layer(arrays[v]) for v in twice))
         warn(
             f"split_stages: stages {which} multiply by the same parameters ({', '.join(names)}): "
@@ -123,11 +123,11 @@ def _arrays(
 
 def _read_bytes(array: Var, part: jaxprs.Part) -> int:
     """Counts the bytes that a stage reads of an array: those of slices, if it only reads such."""
-    own = part.jaxpr.jaxpr.invars[part.inputs.index(array)]
-    eqns = [e for e in part.jaxpr.eqns if own in jaxprs.variables(e.invars)]
+    inside = part.jaxpr.jaxpr.invars[part.inputs.index(array)]
+    eqns = [e for e in part.jaxpr.eqns if inside in jaxprs.variables(e.invars)]
     if eqns and all(e.primitive.name == "slice" for e in eqns):
-        return min(sum(jaxprs.nbytes(e.outvars[0]) for e in eqns), jaxprs.nbytes(own))
-    return jaxprs.nbytes(own)
+        return min(sum(jaxprs.nbytes(e.outvars[0]) for e in eqns), jaxprs.nbytes(inside))
+    return jaxprs.nbytes(inside)
 
 
 def _layer(path: Sequence[Any]) -> str:
@@ -144,8 +144,8 @@ def _joined(names: Iterable[str]) -> list[str]:
     split = [re.fullmatch(r"(.*?)(\d*)", name) for name in names]
     pairs = [(m[1], int(m[2]) if m[2] else None) for m in split if m]
     found = []
-    for stem, own in itertools.groupby(sorted(pairs, key=str), key=lambda pair: pair[0]):
-        numbers = sorted(n for _, n in own if n is not None)
+    for stem, group in itertools.groupby(sorted(pairs, key=str), key=lambda pair: pair[0]):
+        numbers = sorted(n for _, n in group if n is not None)
         runs: list[list[int]] = []
         for n in numbers:
             if runs and n == runs[-1][-1] + 1:

@@ -148,8 +148,8 @@ def layer_at(model: eqx.Module, path: str) -> Layer | None:
     if match is None or stack is None or isinstance(stack, list | tuple):
         return None
     leaves = [leaf for leaf in jtu.tree_leaves(model) if jaxprs.is_array(leaf)]
-    own = jtu.tree_leaves(stack)
-    sizes = {leaves[i].shape[:1] for i in own}
+    numbers = jtu.tree_leaves(stack)
+    sizes = {leaves[i].shape[:1] for i in numbers}
     if len(sizes) != 1 or sizes == {()}:
         return None
     ((size,),) = sizes

@@ -51,8 +51,12 @@ class Stages:
 
     @property
     def entrances(self) -> str:
-        """Lists the user's lines that have the marks, in brackets; empty if there are none."""
-        lines = [_compat.source_line(mark) for mark in self.marks if mark is not None]
+        """Lists the names or else the user's lines of the marks, in brackets; empty without."""
+        marks = [mark for mark in self.marks if mark is not None]
+        names = dict.fromkeys(mark.params["name"] for mark in marks)
+        if marks and None not in names and len(names) == len(marks):
+            return f" (entered at {', '.join(map(repr, names))})"
+        lines = list(map(_compat.source_line, marks))
         return f" (entered at {listed(lines)})" if any(lines) else ""
 
     @functools.cached_property
@@ -139,13 +143,14 @@ def order_of_transforms(eqn: Eqn) -> str:
 def listed(lines: Sequence[str]) -> str:
     """Lists the user's lines that open stages, for an error; says why some are there twice."""
     counts = collections.Counter(lines)
-    each = ", ".join(f"{line} ({n} times)" if n > 1 else line for line, n in counts.items())
+    shown = ", ".join(f"{line} ({n} times)" if n > 1 else line for line, n in counts.items())
     if len(counts) == len(lines):
-        return each
+        return shown
     return (
-        f"{each}; a mark that is passed several times, as where a model is called twice, opens a "
-        f"stage each time: call the model once on both inputs, joined along the batch, give its "
-        f"marks a stage_id, so that all calls open one stage, or cut it by num_stages"
+        f"{shown}; a line opens a stage each time that it runs: for each layer of a loop, or for "
+        f"each call of a model. For a model with marks that is called twice: call the model once "
+        f"on both inputs, joined along the batch, give its marks a stage_id, so that all calls "
+        f"open one stage, or cut it by num_stages"
     )
 
 
@@ -205,15 +210,15 @@ def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """
     while True:
         prepares = argument_chains(jaxpr)
-        made = {
+        prepared = {
             v
             for e, prepare in zip(jaxpr.eqns, prepares, strict=True)
             if prepare and len(e.outvars) > 1 and e.primitive.name == "jit"
             for v in e.outvars
         }
-        if not made:
+        if not prepared:
             return jaxpr
-        jaxpr = jaxprs.inline(jaxpr, lambda e: any(v in made for v in e.outvars))  # noqa: B023
+        jaxpr = jaxprs.inline(jaxpr, lambda e: any(v in prepared for v in e.outvars))  # noqa: B023
 
 
 def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
@@ -229,12 +234,12 @@ def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
     for eqn in jaxpr.eqns:
         read = [v for v in jaxprs.variables(eqn.invars) if v in varying]
         sources = {source.get(v) for v in read}
-        one = sources.pop() if len(sources) == 1 else None
-        light = one is not None or not jaxprs.contains(eqn, _is_heavy)
+        single = sources.pop() if len(sources) == 1 else None
+        light = single is not None or not jaxprs.contains(eqn, _is_heavy)
         simple = light and not eqn.effects and not _marks.is_enter(eqn)
         chain.append(bool(read) and simple and all(v in source for v in read))
         if chain[-1]:
-            source.update((v, one) for v in eqn.outvars)
+            source.update((v, single) for v in eqn.outvars)
         elif read:
             others += 1
     return chain if others else [False] * len(chain)
@@ -275,7 +280,7 @@ class _Marked:
             nonlocal written
             eqn, earliest, place = self.jaxpr.eqns[i], max(near, default=0), None
             if _marks.is_enter(eqn):
-                made = written = self.opens[i]
+                of_results = written = self.opens[i]
                 if earliest >= max(written, 1):
                     raise ValueError(
                         f"Stage {written} is entered{_compat.at_source_line(eqn)} with a value of "
@@ -283,7 +288,7 @@ class _Marked:
                         f"order the data flows."
                     )
             elif self.chain[i] or not (eqn.effects or not varying.isdisjoint(eqn.outvars)):
-                made = 0
+                of_results = 0
             elif earliest > latest[i]:
                 raise ValueError(
                     f"The `{eqn.primitive.name}`{_compat.at_source_line(eqn)} reads a value of "
@@ -292,9 +297,9 @@ class _Marked:
                     f"number the stages in the order the data flows."
                 )
             else:
-                made = place = min(max(written, earliest), latest[i])
+                of_results = place = min(max(written, earliest), latest[i])
             stage.append(place)
-            return made
+            return of_results
 
         self.flow.down({}, after_operands)
         return stage

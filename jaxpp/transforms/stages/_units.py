@@ -168,11 +168,7 @@ def borders(units: Sequence[Unit], crossing: Sequence[float]) -> list[int]:
     """Finds the positions before, between and after layers; none where there are no two layers.
 
     Each is, of the positions between two layers, the one that the fewest bytes cross. What comes
-    after the last layer begins as soon as it can.
-
-    Args:
-        units: the units, which are layers if they are repeated.
-        crossing: the bytes that cross before each equation; infinite where no cut is allowed.
+    after the last layer begins as soon as it can. `crossing` is infinite where no cut is allowed.
     """
     layers = layers_of(units)
     if len(layers) < 2:
@@ -239,7 +235,9 @@ class Repeats:
 
     def _regions(self, low: int, high: int) -> Iterator[tuple[int, list[int]]]:
         """Finds the region of most work in a range, then those before it and after it."""
-        found = [own for p in self._periods(low, high) for own in self._repeating(p, low, high)]
+        found = [
+            region for p in self._periods(low, high) for region in self._repeating(p, low, high)
+        ]
         if not found:
             return
         work, _, period, firsts = max(found)
@@ -251,12 +249,12 @@ class Repeats:
 
     def _periods(self, low: int, high: int) -> list[int]:
         """Finds the distances at which much of the work is found again."""
-        own = self.likes[low:high]
-        order = np.argsort(own, kind="stable")
+        likes = self.likes[low:high]
+        order = np.argsort(likes, kind="stable")
         costs = np.diff(self.before[low : high + 1])[order]
         work = np.zeros(high - low + 1)
         for n in range(1, _NEIGHBOURS + 1):
-            alike = own[order[n:]] == own[order[:-n]]
+            alike = likes[order[n:]] == likes[order[:-n]]
             np.add.at(work, (order[n:] - order[:-n])[alike], costs[n:][alike])
         enough = MINOR / 2 * self.before[-1]
         return [p for p in np.flatnonzero(work >= max(enough, 1e-300)).tolist() if p]
@@ -265,8 +263,8 @@ class Repeats:
         self, period: int, low: int, high: int
     ) -> Iterator[tuple[float, int, int, list[int]]]:
         """Finds the regions of a period: their work, its negative, it, and where blocks begin."""
-        own = self.likes[low:high]
-        alike = np.concatenate([[False], own[period:] == own[:-period], [False]])
+        likes = self.likes[low:high]
+        alike = np.concatenate([[False], likes[period:] == likes[:-period], [False]])
         edges = np.flatnonzero(np.diff(alike.astype(int)))
         for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             if end - start >= period:
@@ -289,5 +287,5 @@ class Repeats:
 
 def _like(eqn: Eqn) -> Hashable:
     """Returns what equations have in common that are alike."""
-    operands, results = (tuple(str(v.aval) for v in own) for own in (eqn.invars, eqn.outvars))
+    operands, results = (tuple(str(v.aval) for v in atoms) for atoms in (eqn.invars, eqn.outvars))
     return eqn.primitive.name, operands, results

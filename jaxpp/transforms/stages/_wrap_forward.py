@@ -48,11 +48,11 @@ def wrap_forward(
         ['pipeline_stage_0_of_2', 'pipeline_stage_1_of_2']
     """
     by_stage, otherwise = (policy, None) if isinstance(policy, Mapping) else ({}, policy)
-    for own in (otherwise, *by_stage.values()):
-        if own is not None and not callable(own):
+    for given in (otherwise, *by_stage.values()):
+        if given is not None and not callable(given):
             raise TypeError(
                 f"wrap_forward: policy is one of jax.checkpoint, such as "
-                f"jax.checkpoint_policies.nothing_saveable, or {{stage: policy}}, got {own!r}."
+                f"jax.checkpoint_policies.nothing_saveable, or {{stage: policy}}, got {given!r}."
             )
 
     def run_stage(stages: _stages.Stages, k: int, values: dict[Var, Any]) -> list[Any]:
@@ -62,17 +62,17 @@ def wrap_forward(
                 f"wrap_forward: policy is given for stage {unknown[0]!r}, but the function has "
                 f"{stages.num_stages} stage(s), numbered from 0."
             )
-        own = by_stage.get(k, otherwise)
+        stage_policy = by_stage.get(k, otherwise)
         part = stages.parts[k]
         stage = _with_cloned_keys(functools.partial(jaxprs.run, part.jaxpr))
-        if own is not None:
-            stage = jax.checkpoint(stage, policy=own)
+        if stage_policy is not None:
+            stage = jax.checkpoint(stage, policy=stage_policy)
         inputs = jaxprs.read(part.inputs, values)
         if not _compat.writes_jaxpr():  # nothing is there to outline; a new call would be compiled
             return stage(*inputs)
         first = stages.like[k]
         if stages.like.count(first) > 1:
-            key = first, id(own)
+            key = first, id(stage_policy)
             if key not in stages.calls:
                 stages.calls[key] = _marks.record_stage(stage, inputs)
             call = stages.calls[key]

@@ -529,7 +529,7 @@ def test_programs_of_the_last_call(lowered):
         (lambda p, x: (p, x.astype(jnp.int32)), r"args\[1\] is int32\[8,8\], not float32\[8,8\]"),
         (lambda p, x: (p, 3), r"args\[1\] is int32\[\], weakly typed, not float32\[8,8\]"),
         (lambda p, x: (p,), "there are 1 of them, not 2"),
-        (lambda p, x: ({**p, "more": x}, x), r"args\[0\] has another structure"),
+        (lambda p, x: ({**p, "more": x}, x), r"args\[0\]\['more'\] is one too many"),
     ],
 )
 def test_compiled_refuses_other_arguments(lowered, args, message):

@@ -151,6 +151,21 @@ def test_a_numbered_mark_opens_one_stage_for_both_calls():
     step.lower(WEIGHTS, X).certify()
 
 
+def test_more_cuts_than_ranks_name_the_cuts_and_the_mesh():
+    def layers(weights, x):
+        for n, w in enumerate(weights):
+            with jax.named_scope(f"layer{n}"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    cut = jaxpp.split_stages(layers, at=["layer1", "layer2"])
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(cut)), 2)
+    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    words = r"on 3 ranks .* for each layer of a loop, .* the mesh has 2; .*, the names in at="
+    with pytest.raises(ValueError, match=words):
+        two_layers.place(grad)([*WEIGHTS, jnp.eye(4)], X)
+
+
 # ---- arguments that are not plain arrays --------------------------------------------------------
 
 
