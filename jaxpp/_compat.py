@@ -204,6 +204,19 @@ def is_call_apart(eqn) -> bool:
     return (eqn.ctx.xla_metadata or {}).get("inlineable") == "false"
 
 
+def typed_apart(eqn):
+    """Makes a call of an equation that JAX 0.10.2 refuses for operands typed under two meshes.
+
+    Its type of a `fold_in` wants one mesh of the key and the number, where those of other
+    operations take a mesh with and one without devices. A call keeps the types of its body.
+    """
+    if eqn.primitive.name != "random_fold_in":
+        return eqn
+    with eqn.ctx.manager:
+        (call,) = jax.make_jaxpr(jax.jit(eqn.primitive.bind))(*(v.aval for v in eqn.invars)).eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
 def is_ordered(eqn) -> bool:
     """Tells whether an equation has an effect that keeps its order among others."""
     return any(map(effects.ordered_effects.contains, eqn.effects))

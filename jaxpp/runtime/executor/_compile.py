@@ -154,6 +154,7 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
     jaxpr = computation.jaxpr
     if devices_of(home)[0].platform != "cpu":  # XLA overlaps what is in one computation
         jaxpr = jaxprs.inline(jaxpr, _compat.is_call_apart)
+    jaxpr = _compat.with_equations(jaxpr, map(_compat.typed_apart, jaxpr.eqns))
     constrains = lambda eqn: eqn.primitive.name == "layout_constraint"  # noqa: E731
     constrained = any(jaxprs.contains(eqn, constrains) for eqn in jaxpr.eqns)
 

@@ -213,3 +213,34 @@ def test_a_key_that_the_step_hands_on_stays_the_single_devices(keys):
         chex.assert_trees_all_equal((got[0], masks), (want[0], wanted))
         assert got[1].dtype == want[1].dtype
         np.testing.assert_array_equal(jax.random.key_data(got[1]), jax.random.key_data(want[1]))
+
+
+@pytest.mark.parametrize("folds", ["number", "numbers"])
+def test_a_key_is_folded_on_ranks_of_several_devices(folds):
+    """JAX 0.10.2 refuses a `fold_in` of arrays that are typed under two meshes."""
+
+    def masks(key):
+        numbers = jnp.arange(2) if folds == "numbers" else jnp.full(2, 3)
+        own = jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers)[0]
+        own = jax.random.fold_in(own, 1)
+        return jax.random.bernoulli(own, RATE, (WIDTH,))
+
+    def loss(params, x):
+        h = jaxpp.pipeline_enter_stage(x * params["scale"] * masks(params["key"]))
+        return jnp.mean((h * masks(params["key"])) ** 2), h
+
+    params = {"scale": jnp.full(WIDTH, 2.0), "key": jax.random.key(5)}
+
+    def step(transform):
+        def fun(params, x):
+            own = lambda scale: transform(loss)({**params, "scale": scale}, x)  # noqa: E731
+            return jax.value_and_grad(own, has_aux=True)(params["scale"])
+
+        return jaxpp.microbatch(fun, 2, reduce=(("mean", "concat"), "mean"))
+
+    x = jnp.ones((8, WIDTH))
+    scheduled = jaxpp.schedule(step(jaxpp.wrap_forward), jaxpp.schedules.OneFOneB())
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
+    (_, got), _ = jaxpp.place(scheduled, mesh)(params, x)
+    (_, want), _ = step(lambda f: f)(params, x)
+    chex.assert_trees_all_equal(got, want)
