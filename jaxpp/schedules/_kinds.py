@@ -53,7 +53,8 @@ class Kind(str, metaclass=_Kinds):
       colours: in drawings, of a rank's first stage and of its last.
 
     Raises:
-      ValueError: the letter is none, or is that of another kind.
+      ValueError: the letter is none, or is that of another kind; or it makes what is of a stage
+        and is not of one itself, or the other way round; or it takes sums and is not of a stage.
 
     >>> Kind("F") is Kind.F, Kind.W == "W", Kind.R.title
     (True, True, 'recompute')
@@ -118,8 +119,7 @@ class Kind(str, metaclass=_Kinds):
         self.cost, self.holds, self.lane, self.colours = cost, holds, lane, colours
         self.of_stage, self.takes = of_stage, tuple(takes)
         if known is None:
-            for other in (*self.after, *filter(None, [makes])):
-                Kind(other)
+            self._check()
             return cls._known.setdefault(letter, self)
         if vars(known) != vars(self):
             raise ValueError(
@@ -138,8 +138,13 @@ class Kind(str, metaclass=_Kinds):
         if self.is_own:
             return Kind, (str(self),)
         # With its record: another process need not have imported who made the kind.
-        named = tuple(map(Kind, (*self.after, *filter(None, [self.makes]))))
+        named = tuple(map(Kind, self._named))
         return _restored, (str(self), dict(vars(self)), named)
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        """The letters of the kinds that it comes after, takes and makes, which have to be there."""
+        return (*self.after, *self.takes, *filter(None, [self.makes]))
 
     @property
     def is_own(self) -> bool:
@@ -162,6 +167,22 @@ class Kind(str, metaclass=_Kinds):
             if self.makes != need:
                 found += [k for k in Kind if k.makes == need and not k._comes_after(self)]
         return tuple(dict.fromkeys(found))
+
+    def _check(self) -> None:
+        """Refuses a new kind that names kinds which are not there, or that no task can do."""
+        for other in self._named:
+            Kind(other)
+        if self.makes and self.of_stage != Kind(self.makes).of_stage:
+            own, other = ("is", "is not") if self.of_stage else ("is not", "is")
+            raise ValueError(
+                f"the kind {self} ({self.title}) {own} of_stage, but makes what {self.makes} does, "
+                f"which {other} of_stage; give both the same."
+            )
+        if self.takes and (self.makes or not self.of_stage):
+            raise ValueError(
+                f"the kind {self} ({self.title}) takes the sums of {listed(self.takes)}, so that it "
+                f"is of_stage=True and makes nothing; correct it, or give it no takes."
+            )
 
     def _comes_after(self, other: "Kind") -> bool:
         return self == other or any(Kind(k)._comes_after(other) for k in self.after)

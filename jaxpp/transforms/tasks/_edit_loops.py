@@ -172,6 +172,11 @@ def _check_of_stage(edited: Loop, task: Eqn) -> None:
             f"{who} lets {key}, which is of its stage, read or give what is of a microbatch; it "
             f"reads constants that the loop gets, and makes others for the tasks of its stage."
         )
+    if _compat.acts(task):
+        raise ValueError(
+            f"{who} lets {key}, which is of its stage, have an effect, such as a print: how often "
+            f"it runs is the table's choice; let a task of a microbatch have it."
+        )
     made, handed = {*task.outvars}, _loop.handed_on(task)
     read = {t.params["key"]: made.intersection(t.invars) for t in loop.tasks}
     windows = [(own.kind.makes or own.kind, window) for own, window in loop.table.windows.items()]

@@ -502,6 +502,14 @@ def made_again(loop):
     return loop.insert(T, 0, jnp.sin, loop.constants[:1])[0]
 
 
+def acts_for_a_stage(loop):
+    def shown(w):
+        jax.debug.print("{}", w[0, 0])
+        return w
+
+    return loop.insert(E, 0, shown, loop.constants[:1])[0]
+
+
 def replaces_a_constant(loop):
     return loop.replace(("F", 0), loop.constants[:1], jnp.sin)
 
@@ -536,6 +544,7 @@ def adds_a_result(loop):
         (of_another_stage, r"lets F.stage 0.* read what E1 makes, but no E of that stage"),
         (too_late, r"lets F.stage 0, microbatch 0. read what E0 makes, but no E of that stage"),
         (made_again, "inserts T0, but its work is that of other kinds"),
+        (acts_for_a_stage, "lets E0, which is of its stage, have an effect, such as a print"),
         (replaces_a_constant, "a value that no task makes; let it read another by Loop.read"),
         (adds_a_result, "adds results, 'size', which has_aux=True returns"),
         (read_of_a_lost_loop, "a value of F0 that this loop does not make.* `loop, new ="),
