@@ -180,8 +180,8 @@ class Kind(str, metaclass=_Kinds):
             )
         if self.takes and (self.makes or not self.of_stage):
             raise ValueError(
-                f"the kind {self} ({self.title}) takes the sums of {listed(self.takes)}, so that it "
-                f"is of_stage=True and makes nothing; correct it, or give it no takes."
+                f"the kind {self} ({self.title}) takes the sums of {listed(self.takes)}, so that "
+                f"it is of_stage=True and makes nothing; correct it, or give it no takes."
             )
 
     def _comes_after(self, other: "Kind") -> bool:
