@@ -29,7 +29,7 @@ class Zero:
             for task in tasks:
                 own = dataclasses.replace(task, kind=A if task.kind == "F" else V)
                 order += [own] * (task.stage != stage and own not in order) + [task]
-                order += [dataclasses.replace(task, kind=Q)] * (task == last[task.stage])
+                order += [dataclasses.replace(task, kind=Q)] * (task == last.get(task.stage))
                 stage = task.stage
             ranks.append(tuple(order))
         return dataclasses.replace(table, ranks=tuple(ranks))
@@ -39,7 +39,7 @@ def gather(fun, code=lambda *arrays: arrays, decode=lambda array: array):
     """Lets tasks read what an `A` made: the parameters, or a code that each task decodes."""
 
     def rule(loop):
-        for stage in range(loop.table.num_stages):
+        for stage in sorted({key.stage for v in loop.constants for key in v.readers}):
             read = [v for v in loop.constants if any(key.stage == stage for key in v.readers)]
             loop, made = loop.insert(A, stage, code, read)
             for old, new in zip(read, made, strict=True):

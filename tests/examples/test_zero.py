@@ -13,6 +13,7 @@ import jaxpp
 from examples.extend import zero
 from experiments.hlo_collectives import count_collectives
 from jaxpp.schedules import (
+    ForwardOnly,
     Gather,
     Interleaved1F1B,
     OneFOneB,
@@ -128,3 +129,24 @@ def test_a_code_of_the_parameters_is_gathered_in_fewer_bytes():
     ):
         assert not np.array_equal(got, want)
         np.testing.assert_allclose(got, want, atol=0.03)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_stage_without_parameters_is_not_gathered(backward):
+    def model(weights, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ weights[0]))
+        h = jaxpp.pipeline_enter_stage(jnp.sin(h))
+        return jnp.mean((h @ weights[1]) ** 2)
+
+    def placed(edit, schedule):
+        fun = jaxpp.wrap_forward(model)
+        fun = jaxpp.microbatch(jax.grad(fun) if backward else fun, 2, replicas=2)
+        mesh = jaxpp.MpmdMesh((3, 2), ("mpmd", "data"))
+        fun = edit(jaxpp.schedule(fun, schedule))
+        return jaxpp.place(fun, mesh, in_specs=(None, P("data")), zero3="data")
+
+    base = OneFOneB() if backward else ForwardOnly()
+    args = list(jax.random.normal(jax.random.key(0), (2, 4, 4))), jnp.ones((8, 4))
+    mine, plain = placed(zero.gather, zero.Zero(base)), placed(lambda fun: fun, base)
+    assert_same(mine(*args), plain(*args))
+    assert jaxpp.certify(mine, *args).exact

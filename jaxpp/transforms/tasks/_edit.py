@@ -240,9 +240,13 @@ class Loop:
                 f"inserts {name}, which {why}; make a kind of your own by "
                 f"jaxpp.extend.Kind('Q', 'what it does'), and one task of a stage."
             )
-        if not 0 <= stage < self.table.num_stages or not values:
-            has = f"{self.table.num_stages} stages, numbered from 0"
-            raise self._error(f"inserts {name}: it needs values, and the loop has {has}.")
+        if not 0 <= stage < (has := self.table.num_stages):
+            raise self._error(f"inserts {name}: the loop has {has} stages, numbered from 0.")
+        if not values:
+            raise self._error(
+                f"inserts {name}, which would make values of none; name values, or leave out a "
+                f"stage that reads none."
+            )
         if Kind(kind).of_stage and (Kind(kind).takes or Kind(kind).makes):
             raise self._error(
                 f"inserts {name}, but its work is that of other kinds, which it takes or makes "

@@ -427,6 +427,10 @@ def no_such_stage(loop):
     return loop.insert(K, 5, jnp.sin, [loop.values[0]])[0]
 
 
+def of_nothing(loop):
+    return loop.insert(K, 0, lambda: jnp.ones(2), [])[0]
+
+
 def before_no_task(loop):
     return loop.insert(K, 0, jnp.sin, [loop.values[0]], before=("I", 0))[0]
 
@@ -533,7 +537,8 @@ def adds_a_result(loop):
         (in_a_circle, "makes a circle: F1 and .* read values of each other"),
         (of_an_old_kind, "inserts W0, which is not of a new kind; make a kind of your own"),
         (inserted_twice, "inserts K0, which is there already"),
-        (no_such_stage, "inserts K5: .* the loop has 2 stages"),
+        (no_such_stage, "inserts K5: the loop has 2 stages"),
+        (of_nothing, "inserts K0, which would make values of none; .* leave out a stage"),
         (before_no_task, "inserts K0 before I0, which the table does not have"),
         (reads_a_gradient, "lets a task read a gradient of B1, .* by Loop.after"),
         (named_twice, "adds two results named 'same'; put the stage in the name"),
