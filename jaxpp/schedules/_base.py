@@ -34,7 +34,7 @@ class Schedule(abc.ABC):
     stages_per_rank = 1
 
     def __post_init__(self) -> None:
-        if not _positive(self.stages_per_rank):
+        if not is_integer(self.stages_per_rank):
             raise ValueError(
                 f"{type(self).__name__} needs stages_per_rank to be an integer of at least 1, got "
                 f"{self.stages_per_rank!r}; use 1 for one stage on each rank."
@@ -123,7 +123,7 @@ class Schedule(abc.ABC):
         >>> Interleaved1F1B(stages_per_rank=2).num_ranks(8)
         4
         """
-        if not _positive(num_stages):
+        if not is_integer(num_stages):
             raise ValueError(
                 f"{self} needs num_stages to be an integer of at least 1, got {num_stages!r}; "
                 f"use {self.stages_per_rank} for a single rank."
@@ -160,7 +160,7 @@ class Schedule(abc.ABC):
         4
         """
         num_ranks = self.num_ranks(num_stages)
-        if not _positive(num_microbatches):
+        if not is_integer(num_microbatches):
             raise ValueError(
                 f"{self} needs num_microbatches to be an integer of at least 1, got "
                 f"{num_microbatches!r}; use 1 to run the batch whole."
@@ -218,5 +218,6 @@ class Schedule(abc.ABC):
         return f"{ranks} ranks ({stages} stages)" if found else "another schedule"
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_integer(value: object, least: int = 1) -> bool:
+    """Tells whether something is an integer of at least so much."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxpp.schedules._base import is_integer
 from jaxpp.schedules._table import Table
 from jaxpp.schedules._varied import Varied
 
@@ -41,10 +42,10 @@ class Gather(Varied):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.held is None or self.held >= 0) or not self.ahead >= 0:
+        if not (self.held is None or is_integer(self.held, 0)) or not is_integer(self.ahead, 0):
             raise ValueError(
-                f"Gather takes held and ahead of at least 0, got held={self.held} and "
-                f"ahead={self.ahead}; leave held out to gather once a step."
+                f"Gather takes integers held and ahead of at least 0, got held={self.held!r} and "
+                f"ahead={self.ahead!r}; leave held out to gather once a step."
             )
 
     def varied(self, table: Table) -> Table:
@@ -81,9 +82,10 @@ class Reduce(Varied):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.every is not None and self.every < 1:
+        if not (self.every is None or is_integer(self.every, 1)):
             raise ValueError(
-                f"Reduce takes every of at least 1, got {self.every}; leave it out to reduce once."
+                f"Reduce takes an integer every of at least 1, got {self.every!r}; leave it out to "
+                f"reduce once."
             )
 
     def varied(self, table: Table) -> Table:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jaxpp.schedules._base import is_integer
 from jaxpp.schedules._table import Table
 from jaxpp.schedules._varied import Varied
 
@@ -43,11 +44,11 @@ class Offload(Varied):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share <= 1 or not self.ahead >= 0:
+        if not 0 < self.share <= 1 or not is_integer(self.ahead, 0):
             raise ValueError(
-                f"Offload takes a share above 0 and at most 1, and ahead of at least 0, got "
-                f"share={self.share} and ahead={self.ahead}; use the schedule itself to offload "
-                f"nothing."
+                f"Offload takes a share above 0 and at most 1, and an integer ahead of at least 0, "
+                f"got share={self.share} and ahead={self.ahead}; use the schedule itself to "
+                f"offload nothing."
             )
 
     def varied(self, table: Table) -> Table:

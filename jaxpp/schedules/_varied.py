@@ -29,7 +29,13 @@ class Varied(Schedule):
             )
         for name in ("stages", "microbatches"):
             if (given := getattr(self, name, None)) is not None:
-                object.__setattr__(self, name, tuple(sorted(set(given))))
+                own = [*given] if isinstance(given, Iterable) else [None]
+                if not all(isinstance(n, int) for n in own):
+                    raise ValueError(
+                        f"{type(self).__name__} takes {name} as a list of numbers, got {given!r}; "
+                        f"leave {name} out for all."
+                    )
+                object.__setattr__(self, name, tuple(sorted(set(own))))
         object.__setattr__(self, "stages_per_rank", self._plain.stages_per_rank)
 
     @property

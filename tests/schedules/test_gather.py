@@ -131,7 +131,7 @@ def test_a_gather_that_nothing_reads_is_refused():
 
 @pytest.mark.parametrize("wrong", [dict(held=-1), dict(ahead=-1)])
 def test_a_number_below_zero_is_refused(wrong: Any):
-    with pytest.raises(ValueError, match="Gather takes held and ahead of at least 0"):
+    with pytest.raises(ValueError, match="Gather takes integers held and ahead of at least 0"):
         Gather(**wrong)
 
 
@@ -196,9 +196,29 @@ def test_a_reduction_that_has_nothing_or_leaves_something_is_refused(order, word
         check(from_tasks([order]))
 
 
-def test_a_reduction_after_each_of_no_backwards_is_refused():
-    with pytest.raises(ValueError, match="every of at least 1, got 0"):
-        Reduce(every=0)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ahead": 1.5}, "integers held and ahead of at least 0, got held=None and ahead=1.5"),
+        ({"ahead": "x"}, "got held=None and ahead='x'"),
+        ({"held": True}, "got held=True and ahead=0; leave held out"),
+        ({"stages": 3}, "takes stages as a list of numbers, got 3; leave stages out for all"),
+        ({"stages": ["a", 1]}, r"takes stages as a list of numbers, got \['a', 1\]"),
+        ({"stages": range(3, 5)}, r"names stages \[4\], but the table has 4 stages"),
+    ],
+)
+def test_a_gather_of_what_is_no_number_is_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Gather("1f1b", **fields).table(4, 2)
+
+
+@pytest.mark.parametrize("every", [0, 1.5, "2", True])
+def test_a_reduction_after_each_of_no_number_of_backwards_is_refused(every):
+    with pytest.raises(ValueError, match=f"every of at least 1, got {every!r}"):
+        Reduce(every=every)
+
+
+def test_a_reduction_without_a_backward_is_refused():
     with pytest.raises(ValueError, match="no backward"):
         Reduce(ForwardOnly()).table(2, 2)
 

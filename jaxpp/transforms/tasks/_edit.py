@@ -240,7 +240,8 @@ class Loop:
                 f"inserts {name}, which {why}; make a kind of your own by "
                 f"jaxpp.extend.Kind('Q', 'what it does'), and one task of a stage."
             )
-        if not 0 <= stage < (has := self.table.num_stages):
+        has = self.table.num_stages
+        if not (isinstance(stage, int) and 0 <= stage < has):
             raise self._error(f"inserts {name}: the loop has {has} stages, numbered from 0.")
         if not values:
             raise self._error(
@@ -276,8 +277,14 @@ class Loop:
     ) -> "Loop":
         """Lets a task read a value in place of another of its type, or several of several."""
         task = self._task(key)
-        there, gone = ([own] if isinstance(own, Value) else [*own] for own in (new, of))
+        there, gone = ([own] if isinstance(own, Value) else own for own in (new, of))
         self._check_known(there)
+        self._check_known(gone)
+        if len(there) != len(gone):
+            raise self._error(
+                f"lets {task.key} read {len(there)} values in place of {len(gone)}; give one for "
+                f"each."
+            )
         for now, old in zip(there, gone, strict=True):
             self._input(task, old)
             if _type(now.aval) != _type(old.aval):
@@ -364,7 +371,7 @@ class Loop:
 
     def _check_known(self, values: Any) -> None:
         """Refuses what is no list of values, and a value that no task of this loop makes."""
-        if not isinstance(values, list | tuple):
+        if not (isinstance(values, list | tuple) and all(isinstance(own, Value) for own in values)):
             raise self._error(f"gives {values!r} where a list of values is due.")
         made = {*self._loop.consts, *jaxprs.results_of(self._loop.tasks)}
         for value in values:
@@ -381,9 +388,10 @@ class Loop:
 
     def _task(self, key: tuple[str, int]) -> OpenTask:
         """Opens a task."""
-        found = next((t for t in self._loop.tasks if _key(t) == tuple(key)), None)
+        is_key = isinstance(key, list | tuple)
+        found = next((t for t in self._loop.tasks if is_key and _key(t) == tuple(key)), None)
         if found is None:
-            name = "".join(map(str, key))
+            name = "".join(map(str, key)) if is_key else repr(key)
             has = " ".join(map(str, self.tasks))
             raise self._error(f"edits {name}, which the loop does not have; its tasks are {has}.")
         return OpenTask.of(found)

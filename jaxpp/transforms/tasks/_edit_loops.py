@@ -116,10 +116,16 @@ def _edited(
                 raise _loop.error_inside("edit_loops", "a scheduled loop", eqn)
             eqns.append(eqn)
             continue
-        loop = rule(Loop(_loop.ScheduledLoop.of(eqn), who))
+        given = Loop(_loop.ScheduledLoop.of(eqn), who)
+        loop = rule(given)
         if not isinstance(loop, Loop):
             hint = "; Loop.after and Loop.insert give a pair" if isinstance(loop, tuple) else ""
             raise ValueError(f"{who} gave {loop!r}; a rule gives the loop, edited or not{hint}.")
+        if not {*given._loop.inputs} <= {*loop._loop.inputs}:
+            raise ValueError(
+                f"{who} gave another loop than the one that it got, such as that of an earlier "
+                f"call; edit the loop that the rule is given."
+            )
         _check(loop)
         if loop._results and not has_aux:
             names = ", ".join(repr(result.name) for result in loop._results)

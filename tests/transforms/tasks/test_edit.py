@@ -431,6 +431,27 @@ def of_nothing(loop):
     return loop.insert(K, 0, lambda: jnp.ones(2), [])[0]
 
 
+def a_negative_stage(loop):
+    return loop.insert(K, -1, jnp.sin, [loop.values[0]])[0]
+
+
+def no_stage(loop):
+    return loop.insert(K, "0", jnp.sin, [loop.values[0]])[0]
+
+
+def of_arrays(loop):
+    return loop.insert(K, 0, jnp.sin, [jnp.ones(2)])[0]
+
+
+def no_key(loop):
+    return loop.after("F0", jnp.sin, [loop.values[0]])[0]
+
+
+def reads_two_for_one(loop):
+    sent = value_between(loop, ("F", 0), ("F", 1))
+    return loop.read(("F", 1), [sent, sent], of=sent)
+
+
 def before_no_task(loop):
     return loop.insert(K, 0, jnp.sin, [loop.values[0]], before=("I", 0))[0]
 
@@ -538,6 +559,11 @@ def adds_a_result(loop):
         (of_an_old_kind, "inserts W0, which is not of a new kind; make a kind of your own"),
         (inserted_twice, "inserts K0, which is there already"),
         (no_such_stage, "inserts K5: the loop has 2 stages"),
+        (a_negative_stage, "inserts K-1: the loop has 2 stages, numbered from 0"),
+        (no_stage, "inserts K0: the loop has 2 stages, numbered from 0"),
+        (of_arrays, r"gives \[Array\(.* where a list of values is due"),
+        (no_key, "edits 'F0', which the loop does not have; its tasks are F0 F1 B1 B0"),
+        (reads_two_for_one, "lets F1 read 2 values in place of 1; give one for each"),
         (of_nothing, "inserts K0, which would make values of none; .* leave out a stage"),
         (before_no_task, "inserts K0 before I0, which the table does not have"),
         (reads_a_gradient, "lets a task read a gradient of B1, .* by Loop.after"),
@@ -565,6 +591,19 @@ def test_a_wrong_rule_is_refused_by_its_name_and_line(rule, words):
     line = rule.__code__.co_firstlineno
     with pytest.raises(ValueError, match=rf"`{rule.__name__}` \(.*test_edit.py:{line}\).*{words}"):
         edit_loops(grad_of(), rule)(WS, X)
+
+
+def test_a_rule_that_gives_the_loop_of_an_earlier_call_is_refused():
+    kept = []
+
+    def first(loop):
+        kept.append(loop)
+        return kept[0]
+
+    fun = edit_loops(grad_of(), first)
+    fun(WS, X)
+    with pytest.raises(ValueError, match="`first` .* another loop than the one that it got"):
+        fun(WS, X[::2])
 
 
 def test_an_error_in_a_function_of_a_rule_names_the_rule_the_task_and_the_line():
