@@ -180,7 +180,7 @@ class Kind(str, metaclass=_Kinds):
             )
         if self.takes and (self.makes or not self.of_stage):
             raise ValueError(
-                f"the kind {self} ({self.title}) takes the sums of {listed(self.takes)}, so that "
+                f"the kind {self} ({self.title}) takes the sums of {listed(map(Kind, self.takes))}, so that "
                 f"it is of_stage=True and makes nothing; correct it, or give it no takes."
             )
 

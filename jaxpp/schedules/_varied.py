@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._catalogue import OneFOneB, by_name
@@ -29,8 +30,8 @@ class Varied(Schedule):
             )
         for name in ("stages", "microbatches"):
             if (given := getattr(self, name, None)) is not None:
-                own = [*given] if isinstance(given, Iterable) else [None]
-                if not all(isinstance(n, int) for n in own):
+                own: list[Any] = [*given] if isinstance(given, Iterable) else [None]
+                if not all(hasattr(n, "__index__") for n in own):
                     raise ValueError(
                         f"{type(self).__name__} takes {name} as a list of numbers, got {given!r}; "
                         f"leave {name} out for all."
