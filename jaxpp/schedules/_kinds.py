@@ -179,9 +179,10 @@ class Kind(str, metaclass=_Kinds):
                 f"which {other} of_stage; give both the same."
             )
         if self.takes and (self.makes or not self.of_stage):
+            takes = listed(map(Kind, self.takes))
             raise ValueError(
-                f"the kind {self} ({self.title}) takes the sums of {listed(map(Kind, self.takes))}, so that "
-                f"it is of_stage=True and makes nothing; correct it, or give it no takes."
+                f"the kind {self} ({self.title}) takes the sums of {takes}, so that it is "
+                f"of_stage=True and makes nothing; correct it, or give it no takes."
             )
 
     def _comes_after(self, other: "Kind") -> bool:
