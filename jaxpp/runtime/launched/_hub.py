@@ -205,13 +205,9 @@ class Hub:
 
     # ---- news -----------------------------------------------------------------------------------
 
-    def tell(self, news: Any) -> None:
-        """Tells all other processes; does not wait."""
-        for line in list(self._lines.values()):
-            line.send(("news", self._place.number, news))
-
-    def pass_on(self, source: int, news: Any) -> None:
-        """Tells all but the one that has told process 0."""
+    def tell(self, news: Any, source: int | None = None) -> None:
+        """Tells all other processes; does not wait. Process 0 passes on the news of a `source`."""
+        source = self._place.number if source is None else source
         for number, line in list(self._lines.items()):
             if number != source:
                 line.send(("news", source, news))
