@@ -442,7 +442,8 @@ def test_bad_numbers_of_a_problem_are_named(options, message):
 )
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        jaxpp.plan(jnp.sum, jnp.ones(2), **{"ranks": 2, "microbatches": 2, **options})
+        given: Any = {"ranks": 2, "microbatches": 2, **options}
+        jaxpp.plan(jnp.sum, jnp.ones(2), **given)
 
 
 def test_an_option_that_there_is_not_is_named():
