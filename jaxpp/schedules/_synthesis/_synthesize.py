@@ -130,7 +130,9 @@ def synthesize(
     from the best. None is over the memory limit, and the result is never worse than the best
     schedule of the catalogue that fits. The same arguments give the same table, unless `time_limit`
     cuts the search short, or the exact solver is asked for. Tasks do not overlap here:
-    `costs.overlapped` is not used, and overlapping pairs count as one task after the other.
+    `costs.overlapped` is not used, and overlapping pairs count as one task after the other. Windows
+    of `Gather` and `Reduce` are none of its choices, but of `jaxpp.plan` and `jaxpp.plan_layers`
+    (`zero=`), nor is what `jaxpp.place` fuses.
 
     Args:
       costs: the time of tasks and transfers, as `simulate` takes them.
