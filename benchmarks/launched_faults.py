@@ -285,8 +285,8 @@ def patterns(job: Job, pids: Mapping[int, int]) -> list[str]:
             return [rf"{failed} in the script: .*TaskError: this script"]
         case "feed":
             told = ".*TaskError: there is no such batch"
-            # Of the first batch all ask rank 0 for the types, and so the scripts of all fail.
-            first = [f"RankError: .* has failed in the script: {told}"] * (job.fault.call == 0)
+            # Of the first batch all ask rank 0 for the types, and so the scripts of all raise it.
+            first = [told] * (job.fault.call == 0)
             return [rf"{failed} in the function that feeds {told}", *first]
         case "interrupt":
             return [rf"{failed}.*: KeyboardInterrupt"]

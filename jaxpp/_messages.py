@@ -68,8 +68,8 @@ def need(extra: str, purpose: str, *modules: str) -> None:
 #: What a number may have to be, and the test of it.
 _NUMBERS: Mapping[str, Callable[[Any], bool]] = {
     "an integer": lambda x: isinstance(x, numbers.Integral),
-    "an integer of at least 0": lambda x: isinstance(x, numbers.Integral) and x >= 0,
-    "an integer of at least 1": lambda x: isinstance(x, numbers.Integral) and x >= 1,
+    "an integer of at least 0": lambda x: isinstance(x, numbers.Integral) and int(x) >= 0,
+    "an integer of at least 1": lambda x: isinstance(x, numbers.Integral) and int(x) >= 1,
     "a number": lambda x: x == x,
     "a number of at least 0": lambda x: x >= 0,
     "a finite number of at least 0": lambda x: 0 <= x < math.inf,

@@ -159,11 +159,8 @@ class Plan(Candidate, _files.Saved):
             chosen = [stage for stage, own in enumerate(self.activations) if own == way]
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
-        if self.problem.zero and (choice := self.choice):
-            held = choice.held and f"of {choice.held} of a rank's stages at once"
-            gathers = f"gathered: parameters {held or 'by each task'}"
-            when = "after the last backward of a stage" if choice.reduces else "after all tasks"
-            lines += [gathers] * (self.problem.zero == 3) + [f"reduced: gradients {when}"]
+        if self.choice:
+            lines += self.problem.settings[self.microbatches].described(self.choice)
         if (busy := self.problem.profiles[self.microbatches].busy * self.problem.ranks) > _MANY:
             lines.append(
                 f"tasks kept cores so busy that {self.problem.ranks} ranks need {busy:.1f} times "
@@ -185,9 +182,6 @@ class PlanOptions(Options, total=False):
         steps: how many steps of a delay of 1 (`jaxpp.delay`) are one program. Its ranks do not
             drain between them (`jaxpp.schedules.joined`), and hold the parameters and the sums of
             gradients once more. Times are then those of one step of them. By default 1, no delay.
-        zero: 1 or 3 where `place(zero1=)` or `place(zero3=)` splits the state over the replicas,
-            each on devices of its own; `state_bytes` count the whole state. The plan then chooses
-            windows of `Gather` and `Reduce`, too. By default 0.
         at_least: as in `profile`, as are all that follow.
         in_axes: by default every argument but the first is part of the batch.
         device: where to measure, or a `jaxpp.Device` or the name of one, for a plan without a
@@ -197,7 +191,6 @@ class PlanOptions(Options, total=False):
     """
 
     steps: int
-    zero: int
     at_least: int
     in_axes: PyTree[int | str | None]
     device: Any
@@ -206,7 +199,7 @@ class PlanOptions(Options, total=False):
 
 
 #: Those of the options that `profile` takes.
-_OF_PROFILE = {*PlanOptions.__annotations__} - {*Options.__annotations__, "steps", "zero"}
+_OF_PROFILE = {*PlanOptions.__annotations__} - {*Options.__annotations__, "steps"}
 
 
 def plan(

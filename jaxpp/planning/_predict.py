@@ -235,37 +235,23 @@ def predict(
             "predict: the step has no scheduled loop, so that there are no tasks to predict; wrap "
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
         )
-    known = isinstance(costs, Costs | Measurement | Trace)
-    device = None if known else device_of(costs)
-    model = _model(costs, device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
+    device = None if isinstance(costs, Costs | Measurement | Trace) else device_of(costs)
+    if device is not None:
+        model = _costs_on(device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
+    elif isinstance(costs, Costs):
+        model = _for_each_loop(costs, bundle)
+    else:
+        model, _ = costs_found(costs)  # pyright: ignore[reportArgumentType]: of no device
+        _check_tasks(model, tasks_of(bundle))
     needs = dependencies_of(bundle)
     table = table_of([[run.tasks for run in _runs(p)] for p in bundle.programs], needs)
-    timeline = simulate(table, model, dependencies=needs)
+    timeline = simulate(table, dataclasses.replace(model, unit="s"), dependencies=needs)
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
     prediction = _predicted(bundle, ranks, timeline, around)
     limit = device.memory if memory_limit is None and device is not None else memory_limit
     if limit is not None:
         _check_memory(prediction, limit)
     return prediction
-
-
-def _model(
-    costs: Any,
-    device: Device | None,
-    bundle: Bundle,
-    ranks: Sequence[Inspected],
-    latency: float,
-    bandwidth: float,
-    reduction_bandwidth: float,
-) -> Costs:
-    """Makes the costs of a step's tasks, in seconds."""
-    if device is not None:
-        return _costs_on(device, bundle, ranks, latency, bandwidth, reduction_bandwidth)
-    if isinstance(costs, Costs):
-        return dataclasses.replace(_for_each_loop(costs, bundle), unit="s")
-    model, _ = costs_found(costs)
-    _check_tasks(model, tasks_of(bundle))
-    return dataclasses.replace(model, unit="s")
 
 
 def _predicted(

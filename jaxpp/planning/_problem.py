@@ -202,8 +202,7 @@ class Problem(Ranks):
     def timed(self, name: str, count: int, choice: Choice, table: Table) -> Candidate:
         """Returns a candidate with a table of its own, which says what becomes of activations."""
         cutter = self.cutter(count, FromTable(table))
-        kept = dataclasses.replace(choice, ways=("",) * choice.num_stages)
-        return _candidate(name, cutter, min(cutter.windows(kept), key=cutter.value), table)
+        return _candidate(name, cutter, cutter.best_windows(choice), table)
 
     def _searched(self, best: Candidate) -> list[Candidate]:
         """Searches cut, placement and order together; gives what is faster than the best."""

@@ -1,6 +1,7 @@
 """`profile`: the times and bytes of a function's units, each measured alone on one device."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -101,15 +102,16 @@ class Profile(UnitCosts, _files.Saved):
                 f"Profile: memory_bandwidth is a positive number, got {self.memory_bandwidth}. "
                 f"Profile the function anew."
             )
-        for field in dataclasses.fields(self):
-            numbers = getattr(self, field.name)
-            is_list = isinstance(numbers, tuple) and field.name not in ("inputs", "batch", "names")
-            for n, number in enumerate(numbers if is_list else ()):
-                if not 0 <= number < math.inf:
-                    raise ValueError(
-                        f"Profile: {field.name} of unit {n} is {number}; times and bytes are "
-                        f"finite and not negative. Profile the function anew."
-                    )
+        _ = self.layers  # they check their numbers
+
+    @functools.cached_property
+    def layers(self) -> Layers:
+        """The units as layers, for `plan_layers`."""
+        return Layers(
+            self.forward, self.input_grad, self.weight_grad, self.backward, self.activation_bytes,
+            self.parameter_bytes, self.crossing, self.temporary_bytes, self.copy, self.names,
+            self.inputs,
+        )  # fmt: skip
 
     def costs_of(self, units: Sequence[int]) -> Costs:
         """Returns the costs of stages that have so many units each, for `predict` or `simulate`.
@@ -131,15 +133,10 @@ class Profile(UnitCosts, _files.Saved):
 
     def setting(self, ranks: int, microbatches: int, **options: Unpack[Options]) -> Setting:
         """Returns what a plan for so many ranks follows from, in seconds and bytes."""
-        layers = Layers(
-            self.forward, self.input_grad, self.weight_grad, self.backward, self.activation_bytes,
-            self.parameter_bytes, self.crossing, self.temporary_bytes, self.copy,
-            inputs=self.inputs,
-        )  # fmt: skip
         if options.get("memory_bandwidth", math.inf) == math.inf:
             options["memory_bandwidth"] = self.memory_bandwidth
         return Setting(
-            layers, ranks, microbatches, is_fed=True, unit="s", batch=self.batch, **options
+            self.layers, ranks, microbatches, is_fed=True, unit="s", batch=self.batch, **options
         )
 
     def within(

@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
-from jaxpp.schedules._costs import Memory
+from jaxpp.schedules._costs import Costs, Memory, placement_of
 from jaxpp.schedules._execute import number
 from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._simulation import simulate
 from jaxpp.schedules._table import Table
 from jaxpp.schedules.simulator import join
 
 
-@functools.lru_cache(maxsize=64)
-def joined(table: Table, steps: int, delay: int = 1) -> Table:
+def joined(table: Table, steps: int, delay: int = 1, costs: Costs | None = None) -> Table:
     """Returns the table of several steps in one program, as `jaxpp.place` joins their loops.
 
     The microbatches of the steps are numbered on. A rank begins a step before it has ended the one
@@ -22,6 +23,9 @@ def joined(table: Table, steps: int, delay: int = 1) -> Table:
       table: the table of a step.
       steps: how many steps there are.
       delay: of which delay they are; without one, 0, a stage waits for its own update.
+      costs: the times that decide between orders: the table is then the fastest of the order by
+        these times, that of `jaxpp.place`, which knows no times, and that of ranks that end each
+        step before the next one. By default that of `jaxpp.place`.
 
     Raises:
       ValueError: there is no step, the delay is negative, or the table gathers or reduces.
@@ -40,6 +44,20 @@ def joined(table: Table, steps: int, delay: int = 1) -> Table:
             f"joined: the tasks {', '.join(of_step)} are of a stage in one step, and a table "
             f"cannot say which; join that of the schedule without them. jaxpp.place joins both."
         )
+    by_kind, drained = _orders(table, steps, delay, ())
+    if costs is None:
+        return by_kind
+    of = costs.by_stage(placement_of(table)).of
+    by_costs, _ = _orders(table, steps, delay, tuple(map(of, number(table).tasks)))
+    return min(by_costs, by_kind, drained, key=lambda own: simulate(own, costs).makespan)
+
+
+@functools.lru_cache(maxsize=64)
+def _orders(table: Table, steps: int, delay: int, times: tuple[float, ...]) -> tuple[Table, Table]:
+    """Returns two tables of the steps: joined by the times of a step's tasks, and drained.
+
+    Without times, those of the kinds count.
+    """
     found, m = number(table), table.num_microbatches
     count, loops = len(found.tasks), [[] for _ in table.ranks]
     updated: dict[int, list[int]] = {}  # for each stage, what its update reads
@@ -59,16 +77,21 @@ def joined(table: Table, steps: int, delay: int = 1) -> Table:
             loops[found.rank_of[n]][-1].append(first + n)
     memory = Memory(per="stage")
     change = [sum(own) for r in range(table.num_ranks) for own in memory.changes(table, r)]
-    time = [task.kind.cost for task in found.tasks]
+    time = list(times) or [task.kind.cost for task in found.tasks]
     beside = {n for n in range(steps * count) if found.tasks[n % count].kind.lane != "compute"}
-    order = join(loops, behind, change * steps, time * steps, beside) or range(steps * count)
-    ranks: list[list] = [[] for _ in table.ranks]
-    for n in order:
-        step, own = divmod(n, count)
-        task = found.tasks[own]
-        later = dataclasses.replace(task, microbatch=task.microbatch + step * m)
-        ranks[found.rank_of[own]].append(later)
-    return dataclasses.replace(
-        table, ranks=tuple(map(tuple, ranks)), num_microbatches=steps * m, overlaps=frozenset(),
-        direction_of=table.direction_of * steps,
-    )  # fmt: skip
+    together = join(loops, behind, change * steps, time * steps, beside)
+
+    def ordered(order: Sequence[int]) -> Table:
+        ranks: list[list] = [[] for _ in table.ranks]
+        for n in order:
+            step, own = divmod(n, count)
+            task = found.tasks[own]
+            later = dataclasses.replace(task, microbatch=task.microbatch + step * m)
+            ranks[found.rank_of[own]].append(later)
+        return dataclasses.replace(
+            table, ranks=tuple(map(tuple, ranks)), num_microbatches=steps * m,
+            overlaps=frozenset(), direction_of=table.direction_of * steps,
+        )  # fmt: skip
+
+    drained = ordered(range(steps * count))
+    return ordered(together) if together else drained, drained

@@ -182,7 +182,7 @@ def test_without_a_known_link_to_the_host_nothing_is_offloaded():
     assert max(known.peak_bytes) < max(plan.peak_bytes)
     with pytest.raises(ValueError, match="offload of .* is inf; a cost is a finite number"):
         simulate(by_name(names[1]).table(4, 8), found.costs_of((2,) * 4))
-    with pytest.raises(ValueError, match="copy of unit 0 is -1.0; times and bytes are finite"):
+    with pytest.raises(ValueError, match="copy of layer 0 is -1.0; times and bytes are finite"):
         dataclasses.replace(found, copy=(-1.0,) * 8)
 
 
@@ -442,7 +442,8 @@ def test_bad_numbers_of_a_problem_are_named(options, message):
 )
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        jaxpp.plan(jnp.sum, jnp.ones(2), **{"ranks": 2, "microbatches": 2, **options})
+        given: Any = {"ranks": 2, "microbatches": 2, **options}
+        jaxpp.plan(jnp.sum, jnp.ones(2), **given)
 
 
 def test_an_option_that_there_is_not_is_named():
@@ -525,7 +526,7 @@ def test_bad_costs_are_named():
     plan = planned(profile_of(UNEVEN), schedules=["1f1b"])
     with pytest.raises(ValueError, match=r"F\[stage 0, microbatch 0\] takes no time by these"):
         plan.again(Costs(forward=0.0))
-    with pytest.raises(ValueError, match="costs of unit 1 is -3.0; times and bytes are finite"):
+    with pytest.raises(ValueError, match="forward of layer 1 is -1.0; times and bytes are finite"):
         profile_of((1.0, -3.0))
     with pytest.raises(ValueError, match="memory_bandwidth is a positive number, got 0.0"):
         dataclasses.replace(profile_of(UNEVEN), memory_bandwidth=0.0)

@@ -1,5 +1,7 @@
 """Delayed steps in one program: sound, in no more memory, and faster where a step drains."""
 
+import random
+
 import pytest
 
 from jaxpp.schedules import (
@@ -40,6 +42,24 @@ def test_any_schedule_is_joined_in_its_time_and_memory(name):
 def test_where_memory_is_full_when_a_step_ends_nothing_is_gained():
     one = GPipe().table(4, 8)
     assert simulate(joined(one, 3)).makespan == 3 * simulate(one).makespan
+
+
+@pytest.mark.parametrize("name", ["zb_v", "gpipe", "hanayo", "v_half"])
+def test_with_costs_a_joined_table_is_never_slower_than_steps_one_by_one(name):
+    """By the times of kinds alone it may be, where stages are very uneven."""
+    one, choose, gains = by_name(name).table_for_ranks(4, 8), random.Random(3), []
+    for _ in range(8):
+        forward, inputs, weights = (
+            tuple(choose.choice((1.0, 2.0, 9.0)) for _ in range(one.num_stages)) for _ in range(3)
+        )
+        costs = Costs(forward, inputs, weights, latency=choose.choice((0.0, 2.0)))
+        many = joined(one, 3, costs=costs)
+        check(many)
+        assert Memory(per="stage").peaks(many) <= Memory(per="stage").peaks(one)
+        apart, kinds, best = (simulate(t, costs).makespan for t in (one, joined(one, 3), many))
+        assert best <= min(kinds, 3 * apart * (1 + 1e-12))
+        gains.append(kinds / best)
+    assert max(gains) > 1
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])

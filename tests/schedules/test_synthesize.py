@@ -28,7 +28,7 @@ from jaxpp.schedules import (
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._justify import Justifier
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
-from jaxpp.schedules._synthesis._problem import make_problem
+from jaxpp.schedules._synthesis._synthesize import Case
 from jaxpp.schedules._synthesis._tabu import escape
 from jaxpp.schedules.building_blocks import loop, waves
 from jaxpp.schedules.simulator import evaluate, list_schedule
@@ -50,16 +50,8 @@ class Instance:
 
     def problem(self, objective: Literal["wall", "span"] = "wall", split=True):
         limits = [self.limit] * (max(self.placement) + 1)
-        return make_problem(
-            self.costs,
-            (self.placement,),
-            self.microbatches,
-            self.memory,
-            limits,
-            objective,
-            None,
-            split,
-        )
+        fields = self.costs, (self.placement,), self.microbatches, self.memory, limits
+        return Case(*fields, objective, None, split).problem(split)
 
     def synthesize(self, **options: Any):
         given: Any = {"evaluations": 60, "memory": self.memory, "memory_limit": self.limit}

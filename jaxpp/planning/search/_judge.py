@@ -41,7 +41,7 @@ def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> 
 
 
 def problem_of(setting: Setting, choice: Choice) -> Problem:
-    """Makes the tasks of a choice in numbers, as `make_problem` would from its costs."""
+    """Makes the tasks of a choice in numbers, as `synthesize` would from its costs."""
     directions, graph = len(choice.placement), setting.graph(choice)
     m, halves = setting.microbatches // directions, choice.halves
     sizes = choice.num_stages, directions, setting.microbatches

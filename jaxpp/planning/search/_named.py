@@ -77,6 +77,11 @@ class Cutter:
             for held, own in itertools.product((None, *range(1, most + 1)), reduces)
         ]
 
+    def best_windows(self, choice: Choice) -> Choice:
+        """Returns the choice, whose activations are all kept, with the best of its windows."""
+        kept = dataclasses.replace(choice, ways=("",) * choice.num_stages)
+        return min(self.windows(kept), key=self.value)
+
     def hopeless(self) -> str:
         """Says why there is no cut for the schedule; empty where there may be one."""
         try:

@@ -6,13 +6,15 @@ import os
 import sys
 import time
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Unpack
 
 from jaxpp._messages import check_number, check_options
 from jaxpp.planning import _files
 from jaxpp.planning.search._bound import lower_bound
 from jaxpp.planning.search._layers import Layers
-from jaxpp.planning.search._search import find, synthesized, timed
+from jaxpp.planning.search._named import Cutter
+from jaxpp.planning.search._search import Found, find, synthesized, timed
 from jaxpp.planning.search._setting import Choice, Options, Setting
 from jaxpp.schedules import FromTable, Table, Timeline, check, plot
 
@@ -106,10 +108,12 @@ class LayersPlan(_files.Saved):
         """
         found = synthesized(self.setting, self.choice, **{"exact": work, **options})
         assert found is not None, "it fits"
-        own = timed(self.setting, self.choice, found.table)
-        table, time = (own.table, own.time) if own.time < self.time else (self.table, self.time)
-        bound = min(max(found.lower_bound, self.order_bound, self.lower_bound), time)
-        return dataclasses.replace(self, table=table, time=time, order_bound=bound)
+        best = min(
+            self, _with_windows(self.setting, self.choice, found.table), key=attrgetter("time")
+        )
+        bound = min(max(found.lower_bound, self.order_bound, self.lower_bound), best.time)
+        made = dict(choice=best.choice, table=best.table, time=best.time, order_bound=bound)
+        return dataclasses.replace(self, **made)
 
     @property
     def timeline(self) -> Timeline:
@@ -162,7 +166,16 @@ class LayersPlan(_files.Saved):
         if any(timeline.peak_memory):
             held = (f"{own:.4g}" for own in timeline.peak_memory)
             lines.append(f"most bytes of each rank: {', '.join(held)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.setting.described(self.choice)])
+
+
+def _with_windows(setting: Setting, choice: Choice, table: Table) -> Found:
+    """Finds the best windows of gathers and reductions for the order of a table."""
+    if not setting.zero:
+        return timed(setting, choice, table)
+    cutter = Cutter(setting, FromTable(table))
+    best = cutter.best_windows(choice)
+    return timed(setting, best, cutter.table(best))
 
 
 def plan_layers(
@@ -223,6 +236,7 @@ def plan_layers(
         print(file=sys.stderr)
     if found is None:
         raise ValueError(_why_none(setting))
+    found = _with_windows(setting, found.choice, found.table)
     bound = lower_bound(setting, max(directions))
     return LayersPlan(setting, found.choice, found.table, found.time, min(bound, found.time))
 

@@ -33,6 +33,9 @@ class Options(TypedDict, total=False):
             unit of time, once a step.
         memory_bandwidth: the bytes that an update of the parameters reads or writes in a unit of
             time.
+        zero: 1 or 3 where `place(zero1=)` or `place(zero3=)` splits the state over the replicas,
+            each on devices of its own; `state_bytes` count the whole state. The plan then chooses
+            windows of `Gather` and `Reduce`, too. By default 0.
     """
 
     memory_limit: float
@@ -44,6 +47,7 @@ class Options(TypedDict, total=False):
     replicas: int
     reduction_bandwidth: float
     memory_bandwidth: float
+    zero: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +233,13 @@ class Setting(Ranks):
                 for own in (forward, first, rest)
             )
         return forward, first, rest
+
+    def described(self, choice: Choice) -> list[str]:
+        """Says in lines which windows of gathers and reductions a choice has, if it has some."""
+        held = choice.held and f"of {choice.held} of a rank's stages at once"
+        gathers = f"gathered: parameters {held or 'by each task'}"
+        when = "after the last backward of a stage" if choice.reduces else "after all tasks"
+        return [gathers] * (self.zero == 3) + [f"reduced: gradients {when}"] * (self.zero > 0)
 
     def collective(self, choice: Choice) -> list[float]:
         """Returns for each stage the time to gather its parameters, or to scatter its sums."""

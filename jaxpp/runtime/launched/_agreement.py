@@ -2,6 +2,7 @@
 
 import collections
 import hashlib
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,15 +129,9 @@ def first_difference(texts: Mapping[int, Sequence[tuple[str, str]]]) -> str:
     pairs = [*texts[usual], ("its end", "")], [*texts[other], ("its end", "")]
     (place, here), (there_place, there) = next(p for p in zip(*pairs, strict=False) if p[0] != p[1])
     where = place if place == there_place else f"{place} (there {there_place})"
+    start = max(0, len(os.path.commonprefix([here, there])) - 60)  # of what is shown of the lines
     lines = "".join(
-        f"\n  process {n}: {_around(line, *pair)}"
-        for n, line, pair in ((usual, here, (here, there)), (other, there, (here, there)))
+        f"\n  process {n}: {'...' * bool(start)}{line[start : start + 160].strip()}"
+        for n, line in ((usual, here), (other, there))
     )
     return f"process {other} differs from process {usual} first in {where}:{lines}"
-
-
-def _around(line: str, one: str, other: str) -> str:
-    """Cuts a long line to what is around its first difference."""
-    at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-    start = max(0, at - 60)
-    return f"{'...' * bool(start)}{line[start : start + 160].strip()}"

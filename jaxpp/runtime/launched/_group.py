@@ -176,7 +176,7 @@ class LaunchedGroup(Group):
         with self._lock:
             number = next(self._numbers)
             self._next = number
-            self._say(what)
+            self.beat(what)
             self._next = number + 1
         return number, what
 
@@ -289,7 +289,7 @@ class LaunchedGroup(Group):
                     self._course.hear(source, *content)
             case "fails":
                 if self.place.number == 0:
-                    self.hub.pass_on(source, news)
+                    self.hub.tell(news, source)
                 self._watch.report(*content)
             case "led":
                 key, packed, ordered = content
@@ -301,17 +301,13 @@ class LaunchedGroup(Group):
         death = Death(f"its process has ended{'' if near else ', or its host is out of reach'}")
         self.report(number, death)
 
-    def beat(self) -> None:
-        """Gives a sign of life, and says how far this process has come."""
-        self._say()
-
     def _took(self, rank: int, batch: int, array: int, value: Any) -> None:
         """Takes note of an array that a rank has loaded."""
         if (digest := _agreement.values_of(value)) is not None:
             self._done.append(Loaded(rank, batch, array, digest))
 
-    def _say(self, what: str = "") -> None:
-        """Says where this process is."""
+    def beat(self, what: str = "") -> None:
+        """Gives a sign of life: says where this process is, and what it does there, if it waits."""
         with self._lock:
             done = tuple(self._done.popleft() for _ in range(len(self._done)))
             at = At(self._next, self._calls, what, done)

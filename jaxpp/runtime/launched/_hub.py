@@ -110,7 +110,7 @@ class Hub:
         #: Those that have read that they are welcome, so that process 0 may write to them.
         self._in: set[int] = set()
         self._changed = threading.Condition()
-        self._brought: dict[Any, dict[int, Any]] = {}
+        self._brought: dict[Any, dict[int, bytes]] = {}
         self._meetings: dict[Any, concurrent.futures.Future[dict[int, Any]]] = {}
 
     def join(self, secret: bytes, timeout: float) -> str:
@@ -207,13 +207,9 @@ class Hub:
 
     # ---- news -----------------------------------------------------------------------------------
 
-    def tell(self, news: Any) -> None:
-        """Tells all other processes; does not wait."""
-        for line in list(self._lines.values()):
-            line.send(("news", self._place.number, news))
-
-    def pass_on(self, source: int, news: Any) -> None:
-        """Tells all but the one that has told process 0."""
+    def tell(self, news: Any, source: int | None = None) -> None:
+        """Tells all other processes; does not wait. Process 0 passes on the news of a `source`."""
+        source = self._place.number if source is None else source
         for number, line in list(self._lines.items()):
             if number != source:
                 line.send(("news", source, news))
@@ -226,13 +222,24 @@ class Hub:
             return self._meetings.setdefault(key, concurrent.futures.Future())
 
     def bring(self, key: Any, value: Any) -> None:
-        """Brings this process's value; does not wait."""
-        if self._place.number == 0:
-            self._collect(0, key, value)
-        else:
-            self._lines[0].send(("bring", self._place.number, (key, value)))
+        """Brings this process's value; does not wait.
 
-    def _collect(self, number: int, key: Any, value: Any) -> None:
+        Raises:
+            TypeError: it cannot be pickled.
+        """
+        try:
+            packed = pickle.dumps(value)
+        except Exception as error:  # of any sort, too
+            raise TypeError(
+                f"what goes to the other processes cannot be pickled ({error}); its class, such as "
+                f"that of a batch, has to be defined outside of functions"
+            ) from error
+        if self._place.number == 0:
+            self._collect(0, key, packed)
+        else:
+            self._lines[0].send(("bring", self._place.number, (key, packed)))
+
+    def _collect(self, number: int, key: Any, value: bytes) -> None:
         with self._changed:
             found = self._brought.setdefault(key, {})
             found[number] = value
@@ -243,11 +250,11 @@ class Hub:
             line.send(("all", 0, (key, found)))
         self._met(key, found)
 
-    def _met(self, key: Any, found: dict[int, Any]) -> None:
+    def _met(self, key: Any, found: dict[int, bytes]) -> None:
         meeting = self.meeting(key)
         with self._changed:
             del self._meetings[key]
-        meeting.set_result(found)
+        meeting.set_result({number: _unpacked(value) for number, value in found.items()})
 
     def _take(self, number: int, what: Any) -> None:
         kind, source, content = what
@@ -266,6 +273,14 @@ class Hub:
         """Leaves; the others hear that it was meant."""
         for line in self._lines.values():
             line.close()
+
+
+def _unpacked(value: bytes) -> Any:
+    """Returns a value that a process has brought, or the error where it is nothing here."""
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        return error
 
 
 def _wait(attempt: Callable[[], str], timeout: float) -> None:

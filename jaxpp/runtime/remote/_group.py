@@ -189,13 +189,11 @@ class WorkerGroup(Group):
         # All are aborted first: else one would take the reset of another for its loss.
         aborts = Process.abort, "The mesh is restarted."
         for method, arg in (aborts, (Worker.reset, self._secret)):
-            asked = {member.worker: member.call(method, arg) for member in members}
-            if asked:
-                left = max(0.0, end - time.monotonic())
-                ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)
+            call = self.send(method, {member.worker: (arg,) for member in members})
+            call.wait(max(0.0, end - time.monotonic()))
             for member in members:
                 try:
-                    found = ray.get(asked[member.worker], timeout=0)
+                    found = ray.get(call.references[member.worker], timeout=0)
                     if method is Worker.reset:
                         member.hello = dataclasses.replace(member.hello, addresses=found)
                         member.steps.clear()

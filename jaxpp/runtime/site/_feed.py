@@ -72,22 +72,18 @@ class Loader:
         found: list[tuple[Any, Any]] | BaseException
         value: Any = "what could not be read"
         try:
-            load = self._function_of(batch)
+            if batch.function not in self._functions:
+                self._functions[batch.function] = self._get(batch.reference)
+                for number in [*self._functions][:-KEPT]:
+                    del self._functions[number]
             value = unpacked(batch.value)
-            found = jtu.tree_leaves_with_path(load(value))
+            found = jtu.tree_leaves_with_path(self._functions[batch.function](value))
         except BaseException as error:  # noqa: B036  also an interrupt is told to the driver
             error.add_note(f"in the function that feeds the step, called with {value!r}")
             found = error
         with self._there:
             self._batches[batch.number] = found
             self._there.notify_all()
-
-    def _function_of(self, batch: Batch) -> Callable[[Any], Any]:
-        if batch.function not in self._functions:
-            self._functions[batch.function] = self._get(batch.reference)
-            for number in [*self._functions][:-KEPT]:
-                del self._functions[number]
-        return self._functions[batch.function]
 
     def take(self, number: int, leaf: int, expected: ArrayType) -> Any:
         """Waits for an array of a batch; returns it as it was loaded, if it is of a type.

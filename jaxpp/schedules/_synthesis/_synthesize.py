@@ -21,10 +21,9 @@ from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
 from jaxpp.schedules._synthesis._fitting import fitted, offloads_to_fit
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time
-from jaxpp.schedules._synthesis._problem import make_problem
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Table, Task
-from jaxpp.schedules.simulator import Objective, Problem
+from jaxpp.schedules.simulator import Objective, Problem, shape_of
 
 _Model = TypeVar("_Model", Costs, Memory)
 
@@ -130,7 +129,9 @@ def synthesize(
     from the best. None is over the memory limit, and the result is never worse than the best
     schedule of the catalogue that fits. The same arguments give the same table, unless `time_limit`
     cuts the search short, or the exact solver is asked for. Tasks do not overlap here:
-    `costs.overlapped` is not used, and overlapping pairs count as one task after the other.
+    `costs.overlapped` is not used, and overlapping pairs count as one task after the other. Windows
+    of `Gather` and `Reduce` are none of its choices, but of `jaxpp.plan` and `jaxpp.plan_layers`
+    (`zero=`), nor is what `jaxpp.place` fuses.
 
     Args:
       costs: the time of tasks and transfers, as `simulate` takes them.
@@ -161,7 +162,7 @@ def synthesize(
         check_number("synthesize", name, value, _NUMBERS[name])
     placement = _directions(placement)
     _check_arguments(num_microbatches, len(placement), objective)
-    return _Case(
+    return Case(
         costs.by_stage(placement[0]), placement, num_microbatches,
         (memory or Memory()).by_stage(placement[0]),
         _limits(memory_limit, max(map(max, placement)) + 1), objective,
@@ -171,7 +172,7 @@ def synthesize(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case:
+class Case:
     """What a table is made for; the fields are the arguments of `synthesize`."""
 
     costs: Costs
@@ -211,22 +212,43 @@ class _Case:
         whole = self.costs.backward is None and self.memory.backward is None
         return self.split_backward and not whole
 
-    def _problem(self, split: bool) -> Problem:
-        return make_problem(
-            self.costs, self.placement, self.num_microbatches, self.memory, self.limits,
-            self.objective, self.graph, split,
-        )  # fmt: skip
+    def problem(self, split: bool) -> Problem:
+        """Numbers the tasks, with the backward whole or split; microbatches take turns."""
+        sizes = len(self.placement[0]), len(self.placement), self.num_microbatches
+        table, ops, readers = shape_of(*sizes, self.graph, split)
+        table = dataclasses.replace(table, placement=self.placement)
+        ranks = [*itertools.chain(*self.placement)]
+        op_rank = [ranks[stage] for _, stage in ops]
+        limits = [limit + 1e-9 * abs(limit) for limit in self.limits]
+        empty = Problem(table, ops, op_rank, [], [], limits, [], self.objective)
+        m = empty.num_microbatches
+        tasks = [empty.task(n) for n in range(len(ops) * m)]
+
+        def delays(op: int, here: int, there: int) -> Sequence[float]:
+            if here == there:
+                return (0.0,) * m
+            return [self.costs.transfer(task, here, there) for task in tasks[op * m : op * m + m]]
+
+        return dataclasses.replace(
+            empty,
+            time=[*map(self.costs.of, tasks)],
+            change=[*map(self.memory.of, tasks)],
+            outputs=[
+                [(reader, delays(op, op_rank[op], op_rank[reader])) for reader in own]
+                for op, own in enumerate(readers)
+            ],
+        )
 
     def _searched(
         self, tables: Sequence[tuple[str, Table]], options: SearchOptions, deadline: float
     ) -> tuple[list[tuple[str, Table]], float]:
         """Returns the best table with each form of a backward, and a bound on all."""
-        problems = [*map(self._problem, [True, False] if self._has_both else [self.split_backward])]
+        problems = [*map(self.problem, [True, False] if self._has_both else [self.split_backward])]
         _check_feasible(problems, self.limits)
         bound = lower_bound(problems[0])
         if self._has_both:
             least = dataclasses.replace(self, costs=_least(self.costs), memory=_least(self.memory))
-            bound = lower_bound(least._problem(True))
+            bound = lower_bound(least.problem(True))
         found, exact, seed = [], options.get("exact", 0.0), options.get("seed", 0)
         for problem in problems:
             search = Search(problem, bound, deadline)

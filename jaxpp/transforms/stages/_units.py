@@ -40,8 +40,8 @@ class Unit:
         """The module or scope that the unit is, and empty for another one."""
         if isinstance(self.label, str) and not _is_checkpoint(self):
             return self.label.rpartition(":")[2]
-        is_path = isinstance(self.label, tuple) and all(isinstance(n, str) for n in self.label)
-        return "/".join(map(str, self.label)) if is_path else ""
+        path = self.label if isinstance(self.label, tuple) else ()
+        return "/".join(path) if all(isinstance(n, str) for n in path) else ""
 
     def holds(self, other: "Unit") -> bool:
         """Tells whether another unit is inside."""

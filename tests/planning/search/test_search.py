@@ -198,6 +198,26 @@ def test_a_plan_says_what_parameters_ranks_hold_and_a_limit_counts_all_of_them(d
     assert plan.time <= tight.time
 
 
+@pytest.mark.parametrize(("zero", "limit"), [(1, math.inf), (3, math.inf), (3, 60.0)])
+def test_a_plan_of_state_that_is_split_has_windows(zero, limit, tmp_path):
+    layers = dataclasses.replace(layers_of(4), parameter_bytes=(4.0,) * 10)
+    options: dict[str, Any] = dict(ranks=2, microbatches=4, tries=200, directions=(1,))
+    machine: dict[str, Any] = dict(replicas=4, reduction_bandwidth=2.0, state_bytes=2.0)
+    plan = plan_layers(layers, zero=zero, memory_limit=limit, **options, **machine)
+    plan.check()
+    assert ("G" in plan.table.kinds, "S" in plan.table.kinds) == (
+        plan.choice.held is not None, plan.choice.reduces,
+    )  # fmt: skip
+    assert "reduced: gradients" in str(plan) and ("gathered" in str(plan)) == (zero == 3)
+    kept = dataclasses.replace(plan.choice, held=None, reduces=False)
+    bare = plan.table.kinds - set("GSH")
+    orders = tuple(tuple(t for t in own if t.kind in bare) for own in plan.table.ranks)
+    plain = timed(plan.setting, kept, dataclasses.replace(plan.table, ranks=orders))
+    assert plan.time < plain.time and max(plan.timeline.peak_memory) <= limit * (1 + 1e-6)
+    plan.save(tmp_path / "plan.json")
+    assert LayersPlan.load(tmp_path / "plan.json") == plan
+
+
 def test_cp_sat_proves_how_much_another_order_gains():
     pytest.importorskip("ortools")
     plan = plan_layers(layers_of(1, 6), ranks=2, microbatches=4, directions=(1,), tries=40)

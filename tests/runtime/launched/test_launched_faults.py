@@ -111,6 +111,11 @@ def test_a_script_that_does_not_call_the_mesh_again_is_ended(tmp_path, errors):
     assert errors == "closed" or re.search(told, first[1])
 
 
+def test_all_hear_of_what_cannot_be_sent(tmp_path):
+    for code, output in Job(2, "unsendable", tmp_path).wait(60):
+        assert code == 1 and "has to be defined outside of functions" in output, output
+
+
 def test_all_hear_of_another_version(tmp_path):
     for number, (code, output) in enumerate(Job(2, "versions", tmp_path).wait(60)):
         assert code == 1
