@@ -110,7 +110,7 @@ def test_a_fixed_schedule_trains():
         (lambda: from_tasks([[3]]), "3 in place 0 of rank 0 is no task; write a Task, or"),  # pyright: ignore
         (lambda: from_tasks([["F0.0"]], overlaps=["F0"]), "'F0' of the overlaps is no task"),
         (lambda: from_tasks([[], []]), "got 2 ranks without any"),
-        (lambda: from_csv("0F0,0Q1\n"), "'0Q1' in cell 2 of row 1 is no action of torch's"),
+        (lambda: from_csv("0F0,0Z1\n"), "'0Z1' in cell 2 of row 1 is no action of torch's"),
         (lambda: from_csv("0F0\n1F\n"), "'1F' in cell 1 of row 2 is no action of torch's"),
         (lambda: from_csv("(0F0;1X0)OVERLAP_F_B\n"), "'1X0' in cell 1 of row 1"),
         (lambda: from_csv("(0F0;1B0)OVERLAP\n"), r"'\(0F0;1B0\)OVERLAP' in cell 1 of row 1"),
