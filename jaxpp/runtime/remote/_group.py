@@ -185,12 +185,16 @@ class WorkerGroup(Group):
 
     def _reset(self, members: Sequence[WorkerMember]) -> None:
         """Empties workers; kills those that are not fit for work soon."""
-        end = time.monotonic() + ANSWER_TIMEOUT
-        # All are aborted first: else one would take the reset of another for its loss.
-        aborts = Process.abort, "The mesh is restarted."
-        for method, arg in (aborts, (Worker.reset, self._secret)):
-            call = self.send(method, {member.worker: (arg,) for member in members})
-            call.wait(max(0.0, end - time.monotonic()))
+        # All are aborted first: else one would take the reset of another for its loss. What was
+        # called before and waits for a thread must not come to the new ranks.
+        for method, *args in (
+            (Process.abort, "The mesh is restarted."),
+            (Worker.pass_batches,),
+            (Worker.pass_fetches,),
+            (Worker.reset, self._secret),
+        ):
+            call = self.send(method, {member.worker: tuple(args) for member in members})
+            call.wait(ANSWER_TIMEOUT)  # for each, or a worker that does not answer takes all of it
             for member in members:
                 try:
                     found = ray.get(call.references[member.worker], timeout=0)

@@ -187,9 +187,10 @@ class Process:
 
     @lane("batches")
     def load_batch(self, batch: Batch, ranks: Iterable[int]) -> None:
-        """Loads a batch for some ranks."""
+        """Loads a batch for some ranks, unless the process has failed."""
         for rank in ranks:
-            self.ranks[rank].loader.load(batch)
+            if self.failure is None:
+                self.ranks[rank].loader.load(batch)
 
     @lane("fetches")
     def fetch(self, rank: int, numbers: Sequence[int]) -> Any:
@@ -233,7 +234,8 @@ class Process:
 
     def _noting(self, rank: int | None, wait: Callable[[], Any]) -> Any:
         """Waits for what earlier tasks make; None where the process has failed."""
-        if self.failure is not None:
+        end = self.end
+        if end.done():
             return None
         try:
             return wait()
@@ -242,8 +244,9 @@ class Process:
         except Exception as error:
             # The rank meets the same error where it dispatches or sends, and knows the task there.
             with self.changed:
-                self.changed.wait_for(lambda: self.failure is not None, GRACE)
-            self.fail(error, rank)
+                self.changed.wait_for(end.done, GRACE)
+            if self.end is end:  # else the ranks that made it have ended with a restart
+                self.fail(error, rank)
             return None
 
     # ---- life and death -------------------------------------------------------------------------

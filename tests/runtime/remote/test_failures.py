@@ -490,6 +490,50 @@ def test_who_waits_while_the_mesh_is_restarted_is_told(mesh, step):
     assert "restart" in str(errors[0])
 
 
+class Batches:
+    """An iterator of batches, which loads some of them slowly."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __call__(self, seconds):
+        time.sleep(seconds)
+        self.given += 1
+        return batch(self.given)
+
+
+def test_batches_that_were_to_be_loaded_before_a_restart_are_not_loaded_after_it(mesh, step):
+    fed, state = jaxpp.place(step_of(), mesh, feed={3: Batches()}), begin()
+    for _ in range(4):
+        state = fed(*state[:3], 0.5)
+    mesh.restart()
+    found, again = jax.device_get((fed(*begin(), 0.0), step(*begin(), batch(1))))
+    assert_same(found, again)
+
+
+def test_a_restart_beside_a_stopped_worker_keeps_the_others(mesh, step):
+    before = pids(mesh)
+    os.kill(before[0], signal.SIGSTOP)
+    mesh.restart()
+    after = pids(mesh)
+    assert after[1] == before[1] and after[0] != before[0]
+
+
+def test_an_error_of_what_was_wanted_before_a_restart_ends_nothing_after_it():
+    class Late(Unmade):
+        def block_until_ready(self):
+            process.abort("The mesh is restarted.")
+            process.have(transport, id)
+            raise self.error
+
+    transport, process = unittest.mock.Mock(), Process((1,))
+    transport.homes = {1: jax.devices()[0]}
+    process.have(transport, id)
+    process.ranks[1].arrays[7] = Late()
+    assert process.fetch(1, (7,)) is None
+    assert process.failure is None
+
+
 class InterruptAt:
     """Interrupts the block, as Ctrl-C does, at the n-th place where Python would see the signal.
 
