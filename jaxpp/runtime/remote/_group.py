@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,8 @@ class WorkerGroup(Group):
     def __init__(self, settings: Settings):
         super().__init__()
         self._settings, self._warned = settings, False
+        #: Held by the thread that restarts the workers: `end_waits` is not for another restart.
+        self.restarts = threading.RLock()
         #: What workers prove to each other that they know; each restart takes another one.
         self._secret = secrets.token_bytes(32)
         #: For each rank where its processes are joined; None where it has but one.
@@ -152,6 +155,10 @@ class WorkerGroup(Group):
             super().settle()
         finally:
             time.sleep(PRINTING)
+
+    def end_waits(self) -> None:
+        """Ends all waits for workers with an error: a thread that waits for room holds `order`."""
+        self._watch.close()
 
     def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
