@@ -198,6 +198,7 @@ class WorkerGroup(Group):
             (Process.abort, "The mesh is restarted."),
             (Worker.pass_batches,),
             (Worker.pass_fetches,),
+            (Worker.pass_aside,),
             (Worker.reset, self._secret),
         ):
             call = self.send(method, {member.worker: tuple(args) for member in members})

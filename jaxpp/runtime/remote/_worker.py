@@ -211,6 +211,10 @@ class Worker(Process):
     def pass_fetches(self) -> None:
         """Returns once all fetches before have begun."""
 
+    @lane("aside")
+    def pass_aside(self) -> None:
+        """Returns once all functions that were to run beside steps before have begun."""
+
     @lane("life")
     def live(self) -> NoReturn:
         """Raises the failure once the process has failed; Ray ends the call when it has died."""

@@ -222,15 +222,17 @@ class Process:
 
     def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the user's; raises `Failed` for whatever it raises."""
-        if self.failure is not None:
-            raise Failed(self.failure, ends=True)
+        end = self.end
+        if end.done():
+            raise Failed(end.result(), ends=True)
         try:
             return function(*args)
         except BaseException as error:  # noqa: B036  the driver has to know of every exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):  # it would end the driver
+            interrupts = isinstance(error, KeyboardInterrupt | SystemExit)
+            if interrupts and self.end is end:  # it would end the driver
                 self.fail(error, rank)
-            failure = self.failure or Failure.of(error, rank, -1, "")
-            raise Failed(failure, ends=self.failure is not None) from None
+            failure = end.result() if end.done() else Failure.of(error, rank, -1, "")
+            raise Failed(failure, ends=end.done()) from None
 
     def _noting(self, rank: int | None, wait: Callable[[], Any]) -> Any:
         """Waits for what earlier tasks make; None where the process has failed."""

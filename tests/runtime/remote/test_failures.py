@@ -553,6 +553,21 @@ def test_an_error_of_what_was_wanted_before_a_restart_ends_nothing_after_it():
     assert process.failure is None
 
 
+def leave_later(process, seconds):
+    time.sleep(seconds)
+    sys.exit(3)
+
+
+def test_functions_from_before_a_restart_end_nothing_after_it(mesh, step, expected):
+    told = [mesh.apply_everywhere(leave_later, {0: (2.0,)}, ordered=False) for _ in range(4)]
+    time.sleep(0.3)
+    mesh.restart()
+    time.sleep(2.5)
+    assert_same(jax.device_get(step(*begin(), batch())), expected)
+    with pytest.raises(RuntimeError, match="restarted meanwhile"):
+        told[0]()
+
+
 class InterruptAt:
     """Interrupts the block, as Ctrl-C does, at the n-th place where Python would see the signal.
 
