@@ -28,6 +28,7 @@ import jaxpp  # noqa: E402
 from benchmarks import faults  # noqa: E402
 from benchmarks.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
+from jaxpp.runtime.site._array import Handles, RemoteArray  # noqa: E402
 from jaxpp.runtime.site._failure import Death, Failure  # noqa: E402
 from jaxpp.runtime.site._process import Process  # noqa: E402
 from jaxpp.runtime.transport import NotComputed  # noqa: E402
@@ -551,6 +552,31 @@ def test_an_error_of_what_was_wanted_before_a_restart_ends_nothing_after_it():
     process.ranks[1].arrays[7] = Late()
     assert process.fetch(1, (7,)) is None
     assert process.failure is None
+
+
+def test_a_restart_between_the_parts_of_a_fetch_is_told():
+    group, restarts = unittest.mock.Mock(stopped=False), []
+    handles = Handles(unittest.mock.Mock(num_ranks=2, processes_per_rank=1), group)
+    aval = jax.typeof(jnp.float32(0))
+    arrays = [RemoteArray(handles, handles.new_ids(1), aval, (rank,)) for rank in range(2)]
+
+    def ask(rank, numbers, split):
+        if rank == 1:  # the first rank has been asked
+            restarts.append(threading.Thread(target=handles.restart))
+            restarts[0].start()
+            restarts[0].join(0.5)
+        call = unittest.mock.Mock()
+        call.value.side_effect = RuntimeError("restarted meanwhile")
+        return [(call, rank)]
+
+    group.fetch = ask
+    for array in arrays:
+        array.want()
+    with pytest.raises(RuntimeError, match="restarted meanwhile"):
+        np.asarray(arrays[0])
+    restarts[0].join()
+    with pytest.raises(ValueError, match="lost when the mesh was restarted"):
+        np.asarray(arrays[1])
 
 
 def leave_later(process, seconds):
