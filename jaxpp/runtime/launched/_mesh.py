@@ -151,7 +151,8 @@ class LaunchedMpmdMesh(SiteMesh):
         sys.excepthook = tell
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any):
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        left = error is None or isinstance(error, GeneratorExit)
+        if left or (isinstance(error, SystemExit) and not error.code):
             self.shutdown()
             return
         self._group.fail(error)

@@ -233,6 +233,20 @@ def idle(folder, errors):
         time.sleep(100)
 
 
+def left(folder):
+    """The mesh is in a generator, which all leave after its second loss."""
+
+    def losses():
+        with jaxpp.LaunchedMpmdMesh((2,)) as mesh:
+            step = placed("plain", mesh)
+            while True:
+                yield float(step(*begin(2), 0)[-1])
+
+    for number, _ in enumerate(losses()):
+        if number:
+            break
+
+
 def unsendable(folder):
     """The class of a batch is known in one function alone, so types of it cannot be sent."""
     Batch = collections.namedtuple("Batch", "x")  # noqa: PYI024
@@ -341,7 +355,7 @@ def faulty(folder, fault):
 if __name__ == "__main__":
     case, folder, *rest = sys.argv[1:]
     others = (composes, delayed, managed, twice, disordered, late, loose, idle)
-    others = (*others, unsendable, versions, caught, napping, faulty)
+    others = (*others, left, unsendable, versions, caught, napping, faulty)
     run = {function.__name__: function for function in others}.get(case)
     if run is None:
         bitwise(case, pathlib.Path(folder), *rest)

@@ -58,6 +58,10 @@ def test_a_script_may_have_one_mesh_after_the_other(tmp_path):
     assert (tmp_path / "loss0").read_text() == (tmp_path / "loss1").read_text() != ""
 
 
+def test_a_generator_that_is_left_ends_its_mesh_well(tmp_path):
+    Job(2, "left", tmp_path).succeed()
+
+
 def test_orbax_manages_the_checkpoints_of_joined_processes_and_saves_before_preemption(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     Job(2, "managed", tmp_path).succeed()
