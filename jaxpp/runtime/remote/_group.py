@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,8 @@ class WorkerGroup(Group):
     def __init__(self, settings: Settings):
         super().__init__()
         self._settings, self._warned = settings, False
+        #: Held by the thread that restarts the workers: `end_waits` is not for another restart.
+        self.restarts = threading.RLock()
         #: What workers prove to each other that they know; each restart takes another one.
         self._secret = secrets.token_bytes(32)
         #: For each rank where its processes are joined; None where it has but one.
@@ -153,6 +156,10 @@ class WorkerGroup(Group):
         finally:
             time.sleep(PRINTING)
 
+    def end_waits(self) -> None:
+        """Ends all waits for workers with an error: a thread that waits for room holds `order`."""
+        self._watch.close()
+
     def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
 
@@ -185,12 +192,17 @@ class WorkerGroup(Group):
 
     def _reset(self, members: Sequence[WorkerMember]) -> None:
         """Empties workers; kills those that are not fit for work soon."""
-        end = time.monotonic() + ANSWER_TIMEOUT
-        # All are aborted first: else one would take the reset of another for its loss.
-        aborts = Process.abort, "The mesh is restarted."
-        for method, arg in (aborts, (Worker.reset, self._secret)):
-            call = self.send(method, {member.worker: (arg,) for member in members})
-            call.wait(max(0.0, end - time.monotonic()))
+        # All are aborted first: else one would take the reset of another for its loss. What was
+        # called before and waits for a thread must not come to the new ranks.
+        for method, *args in (
+            (Process.abort, "The mesh is restarted."),
+            (Worker.pass_batches,),
+            (Worker.pass_fetches,),
+            (Worker.pass_aside,),
+            (Worker.reset, self._secret),
+        ):
+            call = self.send(method, {member.worker: tuple(args) for member in members})
+            call.wait(ANSWER_TIMEOUT)  # for each, or a worker that does not answer takes all of it
             for member in members:
                 try:
                     found = ray.get(call.references[member.worker], timeout=0)

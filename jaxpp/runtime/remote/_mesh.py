@@ -127,11 +127,14 @@ class RemoteMpmdMesh(SiteMesh):
 
         Workers that are well keep their compiled programs; the others are replaced. All workers are
         replaced where ranks have several processes, or transfers go by JAX. `RemoteArray`s from
-        before are lost: load a checkpoint.
+        before are lost: load a checkpoint. Other threads that wait for the mesh get an error.
         """
-        with self._group.order:
+        with self._group.restarts:
             self._group.check_open()
-            # This comes before the new workers, which will never make the arrays from before.
-            self._arrays.restart()
-            self.tracing = None
-            self._group.restart()
+            self._group.end_waits()
+            with self._group.order:
+                self._group.check_open()
+                # This comes before the new workers, which will never make the arrays from before.
+                self._arrays.restart()
+                self.tracing = None
+                self._group.restart()

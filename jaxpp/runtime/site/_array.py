@@ -276,9 +276,10 @@ class Handles:
 
     def restart(self) -> None:
         """Notes that all arrays are lost."""
-        self.incarnation += 1
-        for records in (self._live, self._dead, self._wanted, self._asked, self._reading):
-            records.clear()
+        with self.lock:
+            self.incarnation += 1
+            for records in (self._live, self._dead, self._wanted, self._asked, self._reading):
+                records.clear()
 
     # ---- their values ---------------------------------------------------------------------------
 

@@ -187,9 +187,10 @@ class Process:
 
     @lane("batches")
     def load_batch(self, batch: Batch, ranks: Iterable[int]) -> None:
-        """Loads a batch for some ranks."""
+        """Loads a batch for some ranks, unless the process has failed."""
         for rank in ranks:
-            self.ranks[rank].loader.load(batch)
+            if self.failure is None:
+                self.ranks[rank].loader.load(batch)
 
     @lane("fetches")
     def fetch(self, rank: int, numbers: Sequence[int]) -> Any:
@@ -221,19 +222,22 @@ class Process:
 
     def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the user's; raises `Failed` for whatever it raises."""
-        if self.failure is not None:
-            raise Failed(self.failure, ends=True)
+        end = self.end
+        if end.done():
+            raise Failed(end.result(), ends=True)
         try:
             return function(*args)
         except BaseException as error:  # noqa: B036  the driver has to know of every exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):  # it would end the driver
+            interrupts = isinstance(error, KeyboardInterrupt | SystemExit)
+            if interrupts and self.end is end:  # it would end the driver
                 self.fail(error, rank)
-            failure = self.failure or Failure.of(error, rank, -1, "")
-            raise Failed(failure, ends=self.failure is not None) from None
+            failure = end.result() if end.done() else Failure.of(error, rank, -1, "")
+            raise Failed(failure, ends=end.done()) from None
 
     def _noting(self, rank: int | None, wait: Callable[[], Any]) -> Any:
         """Waits for what earlier tasks make; None where the process has failed."""
-        if self.failure is not None:
+        end = self.end
+        if end.done():
             return None
         try:
             return wait()
@@ -242,8 +246,9 @@ class Process:
         except Exception as error:
             # The rank meets the same error where it dispatches or sends, and knows the task there.
             with self.changed:
-                self.changed.wait_for(lambda: self.failure is not None, GRACE)
-            self.fail(error, rank)
+                self.changed.wait_for(end.done, GRACE)
+            if self.end is end:  # else the ranks that made it have ended with a restart
+                self.fail(error, rank)
             return None
 
     # ---- life and death -------------------------------------------------------------------------

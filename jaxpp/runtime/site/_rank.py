@@ -30,7 +30,7 @@ class Rank:
         self.feeds = False
         #: What the ranks of the process run, by number.
         self.computations: dict[int, WithSettings] = site.computations
-        self._site = site
+        self._site, self._end = site, site.end
         #: For each step its executor, and for each input of the program what makes it.
         self._steps: dict[int, tuple[Executor, tuple[Input, ...]]] = {}
 
@@ -120,7 +120,7 @@ class Rank:
         Raises:
             Lost: the process has failed before they were made.
         """
-        end, changed = self._site.end, self._site.changed
+        end, changed = self._end, self._site.changed
         with changed:
             changed.wait_for(lambda: end.done() or all(n in self.arrays for n in numbers))
             if any(n not in self.arrays for n in numbers):

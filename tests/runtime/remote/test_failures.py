@@ -28,6 +28,7 @@ import jaxpp  # noqa: E402
 from benchmarks import faults  # noqa: E402
 from benchmarks.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
+from jaxpp.runtime.site._array import Handles, RemoteArray  # noqa: E402
 from jaxpp.runtime.site._failure import Death, Failure  # noqa: E402
 from jaxpp.runtime.site._process import Process  # noqa: E402
 from jaxpp.runtime.transport import NotComputed  # noqa: E402
@@ -488,6 +489,109 @@ def test_who_waits_while_the_mesh_is_restarted_is_told(mesh, step):
     waiting.join(timeout=5)
     assert not waiting.is_alive()
     assert "restart" in str(errors[0])
+
+
+class Batches:
+    """An iterator of batches, which loads some of them slowly."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __call__(self, seconds):
+        time.sleep(seconds)
+        self.given += 1
+        return batch(self.given)
+
+
+def test_batches_that_were_to_be_loaded_before_a_restart_are_not_loaded_after_it(mesh, step):
+    fed, state = jaxpp.place(step_of(), mesh, feed={3: Batches()}), begin()
+    for _ in range(4):
+        state = fed(*state[:3], 0.5)
+    mesh.restart()
+    found, again = jax.device_get((fed(*begin(), 0.0), step(*begin(), batch(1))))
+    assert_same(found, again)
+
+
+def test_a_thread_that_waits_for_room_holds_up_no_restart(mesh, step):
+    fed, errors = jaxpp.place(step_of(), mesh, feed={3: Batches()}), []
+    fed(*begin(), 0.0)
+
+    def call():
+        with pytest.raises(RuntimeError, match="restarted meanwhile") as caught:
+            for _ in range(8):
+                fed(*begin(), 60.0)
+        errors.append(caught.value)
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    time.sleep(1)
+    began = time.monotonic()
+    mesh.restart()
+    calling.join(5)
+    assert errors and time.monotonic() - began < 40
+
+
+def test_a_restart_beside_a_stopped_worker_keeps_the_others(mesh, step):
+    before = pids(mesh)
+    os.kill(before[0], signal.SIGSTOP)
+    mesh.restart()
+    after = pids(mesh)
+    assert after[1] == before[1] and after[0] != before[0]
+
+
+def test_an_error_of_what_was_wanted_before_a_restart_ends_nothing_after_it():
+    class Late(Unmade):
+        def block_until_ready(self):
+            process.abort("The mesh is restarted.")
+            process.have(transport, id)
+            raise self.error
+
+    transport, process = unittest.mock.Mock(), Process((1,))
+    transport.homes = {1: jax.devices()[0]}
+    process.have(transport, id)
+    process.ranks[1].arrays[7] = Late()
+    assert process.fetch(1, (7,)) is None
+    assert process.failure is None
+
+
+def test_a_restart_between_the_parts_of_a_fetch_is_told():
+    group, restarts = unittest.mock.Mock(stopped=False), []
+    handles = Handles(unittest.mock.Mock(num_ranks=2, processes_per_rank=1), group)
+    aval = jax.typeof(jnp.float32(0))
+    arrays = [RemoteArray(handles, handles.new_ids(1), aval, (rank,)) for rank in range(2)]
+
+    def ask(rank, numbers, split):
+        if rank == 1:  # the first rank has been asked
+            restarts.append(threading.Thread(target=handles.restart))
+            restarts[0].start()
+            restarts[0].join(0.5)
+        call = unittest.mock.Mock()
+        call.value.side_effect = RuntimeError("restarted meanwhile")
+        return [(call, rank)]
+
+    group.fetch = ask
+    for array in arrays:
+        array.want()
+    with pytest.raises(RuntimeError, match="restarted meanwhile"):
+        np.asarray(arrays[0])
+    restarts[0].join()
+    with pytest.raises(ValueError, match="lost when the mesh was restarted"):
+        np.asarray(arrays[1])
+
+
+def leave_later(process, seconds):
+    time.sleep(seconds)
+    sys.exit(3)
+
+
+def test_functions_from_before_a_restart_end_nothing_after_it(mesh, step, expected):
+    told = [mesh.apply_everywhere(leave_later, {0: (2.0,)}, ordered=False) for _ in range(4)]
+    time.sleep(0.3)
+    mesh.restart()
+    time.sleep(2.5)
+    assert_same(jax.device_get(step(*begin(), batch())), expected)
+    with pytest.raises(RuntimeError, match="restarted meanwhile"):
+        told[0]()
 
 
 class InterruptAt:
