@@ -168,7 +168,10 @@ def test_a_schedule_of_ones_own_has_a_name_on_a_command_line(monkeypatch):
         (lambda: by_name("1f2b"), "no schedule named '1f2b'; use one of forward_only, gpipe, 1f1b"),
         (lambda: by_name("1f1b", chunks=2), "'1f1b' has no knob 'chunks'; it has none"),
         (lambda: by_name("gpipe", v=2), "'gpipe' has no knob 'v'; its knobs are stages_per_rank"),
-        (lambda: by_name(cast(Any, GPipe())), r"named by text, such as '1f1b', got GPipe\(.*register"),
+        (
+            lambda: by_name(cast(Any, GPipe())),
+            r"named by text, such as '1f1b', got GPipe\(.*register",
+        ),
         (lambda: by_name("gpipe(2)"), r"'gpipe\(2\)' is no schedule; write its knobs by name, as"),
         (lambda: by_name("gpipe(stages_per_rank=2"), "is no schedule; write its knobs by name"),
         (lambda: by_name("gpipe(stages_per_rank=x)"), "is no schedule; write its knobs by name"),
