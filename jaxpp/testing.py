@@ -231,6 +231,13 @@ def count_sends(step: Any, kind: str | None = None) -> int:
 # ---- results ------------------------------------------------------------------------------------
 
 
+#: What to do where only rounding differs.
+_ADAM = (
+    " An optimizer that divides by the size of a gradient, as Adam does, magnifies rounding where "
+    "that is near 0: compare gradients, or steps of SGD; jaxpp.certify compares without tolerances."
+)
+
+
 def _check_equal(step: int, got, want, bundle: Bundle | None, tolerance) -> None:
     """Raises for the first result that differs; `tolerance` is (rtol, atol), None for bitwise."""
     ours, tree = jtu.tree_flatten_with_path(got)
@@ -247,7 +254,8 @@ def _check_equal(step: int, got, want, bundle: Bundle | None, tolerance) -> None
             differences.append(f"result{jtu.keystr(path)}{place} {difference}")
     if differences:
         more = f" {len(differences) - 1} more results differ." if len(differences) > 1 else ""
-        raise AssertionError(f"step {step}: {differences[0]}{more}")
+        adam = "" if tolerance is None else _ADAM
+        raise AssertionError(f"step {step}: {differences[0]}{more}{adam}")
 
 
 def _place_of(bundle: Bundle | None, number: int) -> str:

@@ -101,7 +101,14 @@ def test_tables_that_are_made_have_windows_too():
     assert timed.order.table_for_ranks(2, MICROBATCHES) == free.timeline.table
 
 
-@pytest.mark.parametrize("options", [dict(zero=2), dict(zero=3, steps=2)])
-def test_other_splits_are_errors(options):
-    with pytest.raises(ValueError, match="zero is 0, 1 or 3, and 0 for several steps"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(zero=2), "zero is 0, 1 or 3, got 2; ZeRO-2 is zero=1"),
+        (dict(zero=3, steps=2, replicas=2), "steps=2 is for state that is not split, got zero=3"),
+        (dict(zero=3), "zero=3 splits state over replicas; give replicas="),
+    ],
+)
+def test_other_splits_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
         jaxpp.plan(jnp.sum, jnp.ones(2), ranks=2, microbatches=2, **options)

@@ -130,10 +130,20 @@ class Ranks:
         for rank, own in enumerate(speeds):
             check_number("plan", f"speed of rank {rank}", own, "a positive number")
         object.__setattr__(self, "speed", tuple(map(float, speeds)))
-        if self.zero not in (0, 1, 3) or (self.zero and self.steps > 1):
+        if self.zero not in (0, 1, 3):
             raise ValueError(
-                f"plan: zero is 0, 1 or 3, and 0 for several steps in one program, got "
-                f"{self.zero!r} for {self.steps}; leave it out."
+                f"plan: zero is 0, 1 or 3, got {self.zero!r}; ZeRO-2 is zero=1 with "
+                f"schedules.Reduce, which a plan with zero=1 tries."
+            )
+        if self.zero and self.steps > 1:
+            raise ValueError(
+                f"plan: steps={self.steps} is for state that is not split, got zero={self.zero}; "
+                f"leave one of them out."
+            )
+        if self.zero and self.replicas == 1:
+            raise ValueError(
+                f"plan: zero={self.zero} splits state over replicas; give replicas=, the number of "
+                f"devices on the axis that splits it."
             )
         if len(speeds) != ranks:
             raise ValueError(

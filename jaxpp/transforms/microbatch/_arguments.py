@@ -171,15 +171,19 @@ def _check_sizes(sliced: Sequence[ArgumentLeaf], count: int, replicas: int) -> N
     for a in sliced:
         leaf, axis = a.value, a.axis
         if not -leaf.ndim <= axis < leaf.ndim:
-            of_keys = ""
+            way = ""
             if _is_key(leaf):
-                of_keys = (
+                way = (
                     f" It is one random key: give it None in in_axes, or one for each microbatch, "
                     f"jax.random.split(key, {count}), of which a slice is keys[0]."
                 )
+            elif not leaf.ndim:
+                way = (
+                    " Give it None in in_axes; if it is the number of a batch, place needs feed=, "
+                    "the function that loads it."
+                )
             raise ValueError(
-                f"microbatch: args{a.path} has shape {leaf.shape} and no axis {axis} to slice."
-                f"{of_keys}"
+                f"microbatch: args{a.path} has shape {leaf.shape} and no axis {axis} to slice.{way}"
             )
         sizes[a.path] = leaf.shape[axis]
     if not sizes:
@@ -197,10 +201,11 @@ def _check_sizes(sliced: Sequence[ArgumentLeaf], count: int, replicas: int) -> N
             )
     # An array with an entry for each microbatch (random keys, numbers) has M, whatever the batch.
     if len(set(sizes.values()) - {count}) > 1:
+        firsts = [f"args{p}: {n}" for p, n in sizes.items()]
+        shown = [*firsts[:4], f"{len(firsts) - 4} more"] if len(firsts) > 5 else firsts
         raise ValueError(
             f"microbatch: the sliced arguments differ in their number of examples: "
-            f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}; give each as many, or one "
-            f"entry for each of the {slices}."
+            f"{', '.join(shown)}; give each as many, or one entry for each of the {slices}."
         )
     if count > 1:  # one microbatch takes either whole
         _check_entries(sliced, sizes, count, slices)

@@ -142,7 +142,12 @@ def place(
     if replica_axis != "data":
         _axes_inside("replica_axis", replica_axis, inside)
     parameter_axes = _axes_inside("zero3", zero3, inside)
-    optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
+    optimizer_axes = _axes_inside("zero1", zero1, inside) or parameter_axes
+    if parameter_axes and optimizer_axes != parameter_axes:
+        raise ValueError(
+            f"place: zero3={zero3!r} splits optimizer state with the parameters, got "
+            f"zero1={zero1!r}; leave zero1 out."
+        )
     zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
     request = Request(
         positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis, fuse

@@ -317,6 +317,12 @@ def test_an_axis_for_the_state_is_one_of_the_mesh(name, axes, words):
         place(make_step(), (2, 2, 1), **{name: axes})
 
 
+def test_parameters_and_optimizer_state_are_not_split_over_different_axes():
+    with pytest.raises(ValueError, match="zero3='data' .* with the parameters, got zero1='model'"):
+        place(make_step(), (2, 2, 1), zero1="model", zero3="data")
+    place(make_step(), (2, 2, 1), zero1="data", zero3="data")
+
+
 def test_a_constraint_to_devices_is_an_error_with_its_line():
     mesh = Mesh(np.array(jax.devices()[4:6]), ("model",))
 
