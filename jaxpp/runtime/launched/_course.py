@@ -23,7 +23,7 @@ class Called(NamedTuple):
         )
 
 
-class Loaded(NamedTuple):
+class LoadedArray(NamedTuple):
     """An array of a batch that a rank has loaded, by their numbers, and a hash of its values."""
 
     rank: int
@@ -31,7 +31,7 @@ class Loaded(NamedTuple):
     array: int
     digest: int
 
-    def apart(self, other: "Loaded") -> str:
+    def apart(self, other: "LoadedArray") -> str:
         """Says how it differs from the same array of another rank."""
         return (
             f"ranks {self.rank} and {other.rank} have loaded other values of array {self.array} "
@@ -53,7 +53,7 @@ class At(NamedTuple):
     meeting: int
     calls: int
     what: str = ""
-    done: tuple[Called | Loaded, ...] = ()
+    done: tuple[Called | LoadedArray, ...] = ()
 
 
 class Course:
@@ -68,7 +68,7 @@ class Course:
         self._count, self._differ = count, differ
         self._there: dict[int, dict[int, At]] = {}
         #: What has been called or loaded, as the first one says, by all but who says so.
-        self._done: dict[tuple[int, ...], tuple[int, Called | Loaded]] = {}
+        self._done: dict[tuple[int, ...], tuple[int, Called | LoadedArray]] = {}
         self._lock = threading.Lock()
 
     def hear(self, number: int, at: At) -> None:

@@ -11,7 +11,7 @@ from jaxpp._program import Bundle, Message
 from jaxpp.runtime.executor import check_transfers, transfers_of
 from jaxpp.runtime.launched import _agreement
 from jaxpp.runtime.launched._calls import FAILED, Lanes, Outcome
-from jaxpp.runtime.launched._course import At, Called, Course, Loaded
+from jaxpp.runtime.launched._course import At, Called, Course, LoadedArray
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
 from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
@@ -64,7 +64,7 @@ class LaunchedGroup(Group):
         #: Whether `jax.device_put` moves the messages between processes.
         self.puts = False
         #: What this process has called, and its ranks have loaded, since it said so last.
-        self._done: collections.deque[Called | Loaded] = collections.deque()
+        self._done: collections.deque[Called | LoadedArray] = collections.deque()
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.
         self._course = None if place.number else Course(place.count, self._differ)
@@ -304,7 +304,7 @@ class LaunchedGroup(Group):
     def _took(self, rank: int, batch: int, array: int, value: Any) -> None:
         """Takes note of an array that a rank has loaded."""
         if (digest := _agreement.values_of(value)) is not None:
-            self._done.append(Loaded(rank, batch, array, digest))
+            self._done.append(LoadedArray(rank, batch, array, digest))
 
     def beat(self, what: str = "") -> None:
         """Gives a sign of life: says where this process is, and what it does there, if it waits."""

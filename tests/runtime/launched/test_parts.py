@@ -13,7 +13,7 @@ import jaxpp
 from jaxpp._program import Fed
 from jaxpp.runtime.arrays import ArrayType
 from jaxpp.runtime.launched import _agreement, _course, _environment
-from jaxpp.runtime.launched._course import At, Called, Course, Loaded
+from jaxpp.runtime.launched._course import At, Called, Course, LoadedArray
 from jaxpp.runtime.launched._environment import Position, find_position, find_secret, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._watch import LaunchedWatch
@@ -173,7 +173,7 @@ def test_who_is_ahead_with_the_same_calls_does_the_same():
 
 
 def loaded(*each):
-    return At(0, 0, done=tuple(Loaded(*own) for own in each))
+    return At(0, 0, done=tuple(LoadedArray(*own) for own in each))
 
 
 def test_ranks_that_load_other_values_are_found(monkeypatch):
