@@ -1,5 +1,6 @@
 """Runs scripts that read flags, in the tests' process."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -21,11 +22,21 @@ class Script:
     def main(self, **values):
         """Runs it with some flags."""
         self.flags.mark_as_parsed()
-        saved = flagsaver.save_flag_values(self.flags)
-        try:
+        with self._restored():
             for name, value in values.items():
                 self.flags[name].value = value
             self.module.main([])
+
+    def rest_of(self, arguments):
+        """Reads the flags of a command line, and returns what is none of them."""
+        with self._restored():
+            return self.flags([self.module.__name__, *arguments])[1:]
+
+    @contextlib.contextmanager
+    def _restored(self):
+        saved = flagsaver.save_flag_values(self.flags)
+        try:
+            yield
         finally:
             flagsaver.restore_flag_values(saved, self.flags)
 
