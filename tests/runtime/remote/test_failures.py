@@ -317,9 +317,8 @@ def test_a_task_without_enough_memory_is_named(mesh):
         float(step(*begin(), batch())[3])
     error = caught.value
     assert error.rank == 1
-    if jax.__version_info__ >= (0, 12):  # this crashes the process, on a mesh of one, too
-        assert "its process has died" in error.reason
-        return
+    if jax.__version_info__ >= (0, 12) and "its process has died" in error.reason:
+        return  # this crashes the process at times, on a mesh of one, too
     # Computations are dispatched ahead: it shows where the result is first needed.
     assert re.search(r"\b[FB]1\.\d", error.task), error.task
     assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
