@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -501,6 +502,19 @@ def test_a_plan_fits_into_the_memory_that_it_needs():
     less = dataclasses.replace(problem, memory_limit=1.0)
     with pytest.raises(ValueError, match=r"nothing fits .* no longer fits: copies .* take 1 times"):
         dataclasses.replace(plan, problem=less).again(plan.costs)
+
+
+def test_a_plan_names_the_layers_before_which_it_cuts():
+    model = eqx.nn.MLP(8, 8, 8, 5, key=jax.random.key(0))
+
+    def loss_fn(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    options: Any = dict(ranks=2, microbatches=4, schedules=["1f1b"], device="h100")
+    plan = jaxpp.plan(loss_fn, model, jnp.ones((16, 8)), **options)
+    (name,) = plan.cuts.names
+    assert name == f"layers.{plan.units[0]}" and f"{plan.cuts}" in f"{plan}"
+    assert name in str(plan.cuts)
 
 
 def test_the_marks_of_a_function_do_not_count_for_a_plan_of_it():
