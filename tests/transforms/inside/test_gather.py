@@ -228,6 +228,14 @@ def test_a_device_takes_the_time_of_the_bytes_that_are_reduced():
     assert spans["S3.7"] == pytest.approx((half + 4) / 1e6)
 
 
+def test_sums_that_are_reduced_are_not_there_before_the_first_backward():
+    step = placed(Reduce("gpipe"), ranks=4, zero1="data")
+    device = jaxpp.Device(flops=1e30, bandwidth=1e30)
+    found = jaxpp.predict(step, *start(), batch(0), costs=device)
+    moments = [own for own in found.memory[-1] if own.running.startswith("F")]
+    assert {own.bytes["accumulators"] for own in moments} == {4}  # of the loss
+
+
 def test_whole_parameters_are_not_gathered():
     step = placed(Gather("1f1b"), ranks=4, zero1="data")
     assert "G0.0" not in step.lower(*start(), batch(0)).as_text()
