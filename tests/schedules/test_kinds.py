@@ -53,17 +53,17 @@ def test_what_is_no_kind_is_refused(arguments, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"of_stage": True, "makes": "F"}, "C .odd. is of_stage, but makes what F does.* not of_"),
-        ({"makes": "G"}, "C .odd. is not of_stage, but makes what G does, which is of_stage; give"),
-        ({"takes": "BIW"}, "C .odd. takes the sums of B, I and W, so that it is of_stage=True"),
+        ({"of_stage": True, "makes": "F"}, "X .odd. is of_stage, but makes what F does.* not of_"),
+        ({"makes": "G"}, "X .odd. is not of_stage, but makes what G does, which is of_stage; give"),
+        ({"takes": "BIW"}, "X .odd. takes the sums of B, I and W, so that it is of_stage=True"),
         ({"takes": "B", "makes": "G", "of_stage": True}, "takes the sums of B, .* makes nothing"),
         ({"takes": "!", "of_stage": True}, "'!' is no kind of task"),
     ],
 )
 def test_a_kind_that_no_task_could_be_of_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
-        Kind("C", "odd", **fields)
-    assert "C" not in Kind or Kind("C").title != "odd"
+        Kind("X", "odd", **fields)
+    assert "X" not in Kind or Kind("X").title != "odd"
 
 
 @pytest.mark.more
