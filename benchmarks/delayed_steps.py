@@ -12,16 +12,14 @@ of `--steps` in one program, measured, as the median of `--blocks` that take tur
 import contextlib
 import json
 import statistics
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
 import jaxpp
-from benchmarks.equal_blocks import Loop, elapsed
+from benchmarks.equal_blocks import Loop, elapsed, sleeping
 from jaxpp.schedules import Costs, by_name
 
 RANKS = 2
@@ -32,24 +30,6 @@ _TASK_MS = flags.DEFINE_float("task_ms", 100.0, "What a forward takes.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps in one program.", 2)
 _BLOCKS = flags.DEFINE_integer("blocks", 3, "How often what is compared takes turns.", 1)
 _LOCAL = flags.DEFINE_boolean("local", False, "On the mesh of one process, in place of workers.")
-
-
-def sleeping(seconds: float) -> Any:
-    """The identity, which sleeps in the forward, and twice as long in the backward."""
-
-    def sleep(x, times):
-        def host(x):
-            time.sleep(times * seconds)
-            return np.asarray(x)
-
-        return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    @jax.custom_vjp
-    def identity(x):
-        return sleep(x, 1)
-
-    identity.defvjp(lambda x: (sleep(x, 1), None), lambda _, c: (sleep(c, 2),))
-    return identity
 
 
 def steps_of(schedule: str, microbatches: int, seconds: float, steps: int) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
     python -m benchmarks.windows
     python -m benchmarks.windows --orders=gpipe --layers=8 --width=64
     python -m benchmarks.windows --plan --width=512
+    python -m benchmarks.windows --plan --width=512 --microbatches=4 --task_ms=100 --repeats=3
 
 There are two ranks of two devices along `data`, two replicas, Adam. For each schedule and window
 a line has, of the first rank in a step: the all-gathers and the reduce-scatters over `data`; the
@@ -12,11 +13,14 @@ those measured over those predicted, where the two are furthest apart.
 
 `--plan` plans a model of products with parameters split over replicas (ZeRO-3), for a memory that
 neither windows alone nor offload alone keep, from a profile and the speed of the gathers of a step
-that was measured. It runs the plan, and prints its bytes and its times.
+that was measured. It runs the plan, and prints its bytes and its times. With `--task_ms` each layer
+sleeps, too, as if its device were not the cores of this machine, and the plan also runs on two
+worker processes: within a process, XLA runs the programs of several devices of a CPU one by one.
 """
 
 import dataclasses
 import itertools
+import os
 import statistics
 from typing import Any
 
@@ -27,6 +31,7 @@ from absl import app, flags
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from benchmarks import equal_blocks
 from benchmarks.prediction import memory_peaks
 from experiments import train_lm
 from experiments.hlo_collectives import count_collectives
@@ -42,6 +47,9 @@ _ORDERS = flags.DEFINE_list(
 _LAYERS = flags.DEFINE_integer("layers", 4, "Blocks.", 4)
 _WIDTH = flags.DEFINE_integer("width", 64, "Features.", 16)
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Microbatches of a replica.", 2)
+_TASK_MS = flags.DEFINE_float(
+    "task_ms", 0.0, "What a layer of `--plan` sleeps in a forward; twice that in a backward."
+)
 _PLAN = flags.DEFINE_bool("plan", False, "Whether to plan, and to run the plan.")
 
 
@@ -86,9 +94,10 @@ def figures(step: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def products(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-    """A loss whose layers are equal."""
+    """A loss whose layers are equal; with `--task_ms`, each sleeps, too."""
+    wait = equal_blocks.sleeping(_TASK_MS.value / 1e3) if _TASK_MS.value else lambda x: x
     for weight in weights:
-        x = jnp.tanh(x @ weight)
+        x = wait(jnp.tanh(x @ weight))
     return jnp.mean(x**2)
 
 
@@ -122,8 +131,9 @@ def limited(free: jaxpp.Plan) -> jaxpp.Plan:
     return solve(dataclasses.replace(free.problem, memory_limit=limit))
 
 
-def step_of(plan: jaxpp.Plan, order: Schedule) -> Any:
+def step_of(plan: jaxpp.Plan, order: Schedule, mesh: Any = None) -> Any:
     """A step with the cuts of a plan, whose state is split."""
+    mesh = mesh or jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(products, at=plan.cuts)))
     grad_fn = jaxpp.microbatch(grad_fn, plan.microbatches, replicas=2)
     grad_fn = jaxpp.schedule(grad_fn, order)
@@ -132,7 +142,6 @@ def step_of(plan: jaxpp.Plan, order: Schedule) -> Any:
         loss, grads = grad_fn(weights, x)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
 
-    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
     specs: Any = dict(in_specs=(None, P("data")), donate_argnums=0, zero3="data")
     return jaxpp.place(train, mesh, **specs)
 
@@ -153,10 +162,16 @@ def planned() -> None:
     found = jaxpp.measure(step, *args, repeats=flags.FLAGS.repeats)
     seconds = jaxpp.predict(step, *args, costs=found).seconds
     times = {"measured": found.step, "by the plan": plan.seconds, "by predict": seconds}
+    if _TASK_MS.value:
+        with jaxpp.RemoteMpmdMesh((2, 2), ("mpmd", "data")) as workers:
+            loop = equal_blocks.Loop(step_of(plan, plan.order, workers), args[:1], args[1])
+            times["on workers"] = equal_blocks.seconds(loop, flags.FLAGS.repeats)
     print("ms", *(f"{name}: {1e3 * own:.2f}" for name, own in times.items()), sep="  ")
 
 
 def main(_: list[str]) -> None:
+    # A callback waits for a copy, for which XLA needs another thread than those that wait.
+    os.environ.setdefault("PJRT_NPROC", "16")
     jax.config.update("jax_num_cpu_devices", 4)
     if _PLAN.value:
         planned()
