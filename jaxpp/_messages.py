@@ -85,7 +85,7 @@ def need(extra: str, purpose: str, *modules: str) -> None:
         )
 
 
-#: What a number may have to be, and the test of it.
+#: The kinds of number, and the test of each.
 _NUMBERS: Mapping[str, Callable[[Any], bool]] = {
     "an integer": lambda x: isinstance(x, numbers.Integral),
     "an integer of at least 0": lambda x: isinstance(x, numbers.Integral) and int(x) >= 0,

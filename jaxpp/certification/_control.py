@@ -60,7 +60,7 @@ class _Loop:
         self, evaluator: "Evaluator", depth: int, symbols: Sequence[Term], first: Sequence[Term]
     ):
         self.terms, self.depth, self.symbols, self.first = evaluator.terms, depth, symbols, first
-        #: What the body makes of the carried values.
+        #: The values that the body makes of the carried ones.
         self.next: Sequence[Term] = ()
         self._carried: dict[Term, Term] = {}
 

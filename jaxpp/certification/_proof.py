@@ -18,7 +18,7 @@ from jaxpp.certification._steps import argument_term, run_step
 from jaxpp.certification._table import Term, shown, type_of
 from jaxpp.certification._terms import Terms
 
-#: Where a difference shows, if it is not a pass.
+#: The places where a difference shows, if it is not a pass.
 _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
 #: Why the transforms before `place` are not decided, if rules edit loops.
 EDITED = "edited"
@@ -113,7 +113,7 @@ class Proof:
         self.evaluator.parameters.note_shared([function.jaxpr], programs)
         self.passes: list[str] = []
         self.tasks = self.messages = 0
-        #: How each result of the scheduled function, and of the programs, is the function's.
+        #: The proof that each result of the scheduled function, and of the programs, has.
         self.scheduled: list[How] = []
         self.placed: list[How] = []
         paths = {a.array: a.path for a in self.bundle.arguments}

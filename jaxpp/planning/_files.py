@@ -15,7 +15,7 @@ from jaxpp.schedules import Table, from_csv, to_csv
 class Saved:
     """A dataclass that can be a JSON file; a table in it is CSV."""
 
-    #: What it is, and the version of the file; other versions are refused.
+    #: The kind of the file, and its version; other versions are refused.
     KIND: ClassVar[str]
     VERSION: ClassVar[int]
 

@@ -25,9 +25,9 @@ from jaxpp.runtime.trace import Trace
 from jaxpp.schedules import Costs, Kind, Timeline, by_name
 from jaxpp.transforms.stages import UnitCuts
 
-#: How many of the other candidates a plan prints.
+#: A plan prints so many of the other candidates.
 _SHOWN = 4
-#: How many times the cores of a machine its ranks may keep busy before a plan says so.
+#: Ranks may keep so many times the cores of a machine busy before a plan says so.
 _MANY = 1.25
 
 

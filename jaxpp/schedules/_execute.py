@@ -265,7 +265,7 @@ class _Rows:
         self.inputs: list[list[tuple[int, float]]] = []
         self.needs: list[list[tuple[int, float]]] = []
         self.end_of: dict[int, Callable[[float, list[float]], float]] = {}
-        # What a unit waits for, in the place of a need, because of the computing unit before it.
+        # Waits of a unit because of the computing unit before it, in the place of a need.
         self.behind: dict[int, list[tuple[int, float]]] = {}
         self.before: dict[int, tuple[int, ...]] = {}  # of each unit, those before it in its lanes
         self.first: dict[int, int] = {}  # of two that overlap, by the second

@@ -24,9 +24,9 @@ LENGTHS = (50, 250, 1000, 4000, 8000)
 HEAT = 0.02
 #: The same in a round that goes on from the best of earlier rounds.
 REHEAT = 0.015
-#: How much the mean time before ranks begin counts beside the time of all; it guides the search.
+#: The weight of the mean time before ranks begin beside the time of all; it guides the search.
 GUIDE = 0.5
-#: How often a neighbour may be refused before one is judged, in the mean.
+#: A neighbour may be refused so often before one is judged, in the mean.
 REFUSED = 20
 #: A round's best that is slower than this, over the best of all, is not finished.
 WORTHWHILE = 1.01

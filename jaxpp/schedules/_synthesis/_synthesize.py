@@ -74,7 +74,7 @@ class Synthesis:
 
 
 class SearchOptions(TypedDict, total=False):
-    """How long `synthesize` searches.
+    """The limits of a search by `synthesize`.
 
     Attributes:
       evaluations: how many tables local search evaluates, fewer where they have more than some 6000
@@ -99,7 +99,7 @@ class SearchOptions(TypedDict, total=False):
     time_limit: float
 
 
-#: What the numbers of the options have to be.
+#: The kinds of number that the options have to be.
 _NUMBERS = {
     "evaluations": "an integer of at least 0",
     "exact": "a number of at least 0",
@@ -173,7 +173,7 @@ def synthesize(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a table is made for; the fields are the arguments of `synthesize`."""
+    """A case that a table is made for; the fields are the arguments of `synthesize`."""
 
     costs: Costs
     placement: tuple[tuple[int, ...], ...]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from jaxpp.schedules.simulator import Problem, Times, evaluate
 
-#: How far from an end of a stretch the tasks are that move over it, and how far out of it.
+#: The distances from an end of a stretch of the tasks that move over it, and out of it.
 _NEAR, _BEYOND = 4, 2
 #: Of how many stretches the moves are compared in a step.
 _STRETCHES = 8

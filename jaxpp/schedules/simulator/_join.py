@@ -105,7 +105,7 @@ class _Joining:
 
 
 class _Rank:
-    """What a rank has left to run: a row of tasks for each loop."""
+    """The tasks that a rank has left to run: a row for each loop."""
 
     def __init__(self, loops: Sequence[Sequence[int]], change: Sequence[float], has_room: bool):
         self.rows, self.change = [collections.deque(row) for row in loops], change

@@ -122,7 +122,7 @@ class _Ranks:
         time, op_rank, outputs = self.problem.time, self.problem.op_rank, self.problem.outputs
         pending, handed = self._start()
         arrival, left = [0.0] * len(time), len(time)
-        # What happens next: the inputs of a task arrive, or a rank is free, as the task -1.
+        # The next events: the inputs of a task arrive, or a rank is free, as the task -1.
         events = [(0.0, rank, -1) for rank in range(len(free))]
         busy, plain, orders, room = [True] * len(free), self.plain, self.orders, self.room
         while events:

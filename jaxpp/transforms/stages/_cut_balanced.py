@@ -106,7 +106,7 @@ def _sizes(crossing: Sequence[float]) -> str:
     return ", ".join(shown + ["..."] * (len(crossing) > 8)) or "no"
 
 
-#: What balances stages: a name, the cost of an equation, or the measured costs of units.
+#: The measure by which stages are balanced: a name, the cost of an equation, or measured costs.
 Balance = str | jaxprs.Cost | Units | Finest
 
 

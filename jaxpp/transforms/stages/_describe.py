@@ -109,7 +109,7 @@ def warn_of_shared(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) ->
         )
 
 
-#: What leaves a parameter whole on its way to a product.
+#: The primitives that leave a parameter whole on its way to a product.
 _PREPARES = primitives.REORDERS | {"convert_element_type", "copy"}
 
 

@@ -25,7 +25,7 @@ from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Eqn, Flow, P, R, Var, definition_of, outline, primitives
 from jaxpp.transforms.stages import _marks
 
-#: How many lines an error lists.
+#: An error lists so many lines.
 _SHOWN = 4
 
 

@@ -95,7 +95,7 @@ class Loop:
     _loop: ScheduledLoop = dataclasses.field(repr=False)
     _who: str = dataclasses.field(repr=False)
     _results: tuple[_Result, ...] = dataclasses.field(default=(), repr=False)
-    #: What functions of the rule close over, each with its variable: the loop's last constants.
+    #: The values that functions of the rule close over, with their variables: the last constants.
     _consts: tuple[tuple[Var, Any], ...] = dataclasses.field(default=(), repr=False)
 
     @property

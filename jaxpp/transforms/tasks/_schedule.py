@@ -70,7 +70,7 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> "Scheduled[P,
     return Scheduled(fun, schedule)
 
 
-#: What a placed step has, and is asked of a scheduled function.
+#: The attributes of a placed step, which some ask of a scheduled function.
 _OF_STEPS = ("as_text", "describe", "flops", "initialize", "lower", "mesh", "mfu", "programs")
 
 
