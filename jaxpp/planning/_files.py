@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from jaxpp.schedules import Table, from_csv, to_csv
 
 
-class Saved:
+class JsonFile:
     """A dataclass that can be a JSON file; a table in it is CSV."""
 
     #: The kind of the file, and its version; other versions are refused.

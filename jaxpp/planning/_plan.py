@@ -32,7 +32,7 @@ _MANY = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Candidate, _files.Saved):
+class Plan(Candidate, _files.JsonFile):
     """The choice of `plan`: the fastest candidate that fits.
 
     Args:

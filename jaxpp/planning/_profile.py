@@ -39,7 +39,7 @@ MICROBATCHES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile(UnitCosts, _files.Saved):
+class Profile(UnitCosts, _files.JsonFile):
     """The times and bytes of the units of a function, made by `profile`.
 
     A unit is a layer, or what lies before the first layer or after the last one. Times are seconds

@@ -15,5 +15,5 @@ from jaxpp.schedules.simulator._problem import Problem as Problem
 from jaxpp.schedules.simulator._problem import Times as Times
 from jaxpp.schedules.simulator._problem import evaluate as evaluate
 from jaxpp.schedules.simulator._problem import shape_of as shape_of
-from jaxpp.schedules.simulator._run import Run as Run
+from jaxpp.schedules.simulator._run import RunTimes as RunTimes
 from jaxpp.schedules.simulator._run import run as run

@@ -67,10 +67,10 @@ def list_schedule(
     Returns:
       The orders, and when each rank ends; None where a rank is idle for longer, or ranks get stuck.
     """
-    return _Ranks(problem, rule, room or [math.inf] * problem.num_ranks).run()
+    return _RankQueues(problem, rule, room or [math.inf] * problem.num_ranks).run()
 
 
-class _Ranks:
+class _RankQueues:
     """The ranks of a problem while a rule schedules their tasks.
 
     A forward runs only if the rank's memory allows it. After it, the rank must still be able to end

@@ -133,7 +133,7 @@ def cut_balanced(
     everywhere = [(scan.number, i) for scan in scans for i in range(scan.length)]
     divided = stacked.divide_scans(jaxpr, arrays, everywhere)
     line = _cuts.ArrangedProgram.of(divided)
-    costed = _Costs.of(line, divided, num_stages, balance, arrays, tolerance)
+    costed = _CostedEquations.of(line, divided, num_stages, balance, arrays, tolerance)
     wanted = balance.at_least if isinstance(balance, Units) else num_stages
     units = _whole_units(costed, calls, scopes, checkpoints, wanted)
     for name in scopes or ():
@@ -167,7 +167,7 @@ def cost_of(balance: Balance) -> jaxprs.Cost:
 
 
 def _best_cuts(
-    costed: "_Costs",
+    costed: "_CostedEquations",
     units: Sequence[_units.Unit],
     way_out: Callable[[Eqn], str],
 ) -> list[int]:
@@ -191,7 +191,7 @@ def _best_cuts(
 
 
 def _whole_units(
-    costed: "_Costs",
+    costed: "_CostedEquations",
     calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
     checkpoints: jaxprs.Checkpoints,
@@ -228,7 +228,7 @@ def _whole_units(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Costs:
+class _CostedEquations:
     """The equations that depend on arguments, with facts of each.
 
     `heads` has for each the first, from it on, that does not only prepare the next one; `crossing`
@@ -257,7 +257,7 @@ class _Costs:
         balance: Balance,
         arrays: Iterable[Var],
         tolerance: float,
-    ) -> "_Costs":
+    ) -> "_CostedEquations":
         varying = jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
         eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
         heads: list[Eqn] = []
@@ -349,7 +349,7 @@ class _Costs:
 
 
 def _names(
-    costed: _Costs,
+    costed: _CostedEquations,
     units: Sequence[_units.Unit],
     cuts: Sequence[int],
     model: Any,
@@ -388,7 +388,7 @@ def _between_units(
     return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
 
 
-def _closed_call(costed: _Costs, way_out_of: Callable[[Eqn], str]) -> str:
+def _closed_call(costed: _CostedEquations, way_out_of: Callable[[Eqn], str]) -> str:
     """Says which uncuttable call has much more than a stage's share of the work, if one has."""
     eqns, costs = costed.eqns, costed.costs
     if not eqns:
