@@ -742,9 +742,7 @@ def test_a_cut_at_a_layer_of_a_stack_in_a_dictionary():
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, tree["blocks"]["w"])[0].sum()
 
     tree = {"blocks": {"w": jnp.stack(WS)}}
-    split, even = (
-        jaxpp.split_stages(of_stack, **knobs) for knobs in ({"at": "blocks.2"}, {"num_stages": 2})
-    )
+    split, even = jaxpp.split_stages(of_stack, at=["blocks.2"]), jaxpp.split_stages(of_stack, 2)
     assert jaxpp.stages_as_text(split, tree, X) == jaxpp.stages_as_text(even, tree, X)
 
 

@@ -869,7 +869,7 @@ def test_the_passes_of_a_loop_are_shown_with_the_task_of_each_equation():
 
 
 def test_what_a_step_has_is_asked_of_it_after_place():
-    grad_fn = jaxpp.schedule(lambda x: x, OneFOneB())
+    grad_fn: Any = jaxpp.schedule(lambda x: x, OneFOneB())
     with pytest.raises(
         AttributeError, match=r"no attribute 'as_text': .* step = jaxpp\.place\(fun"
     ):
