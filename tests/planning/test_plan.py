@@ -263,7 +263,7 @@ def test_a_plan_says_where_its_ranks_would_share_cores(busy, says):
 
 
 def test_a_plan_prints_its_limit_and_folds_what_it_did_not_take():
-    names = [name for name in SCHEDULES if name not in MADE]
+    names = [name for name in SCHEDULES if name not in MADE][:10]
     plan = planned(profile_of(UNEVEN), 4e6, schedules=names)
     assert len(plan.others) > 8
     lines = str(plan).splitlines()
@@ -588,7 +588,7 @@ def test_the_marks_of_a_function_do_not_count_for_a_plan_of_it():
     args = list(jax.random.normal(jax.random.key(0), (6, 8, 8)) / 2), jnp.ones((16, 8))
     options: Any = dict(ranks=2, microbatches=4, schedules=["1f1b"], at_least=6, device="h100")
     plan, plain = (jaxpp.plan(own, *args, **options) for own in (marked, loss_fn))
-    assert plan == plain and plan.units == (3, 3) and str(plan.cuts) == "cuts before unit 3"
+    assert plan == plain and plan.units == (3, 3) and str(plan.cuts) == "cuts before unit 3 (3)"
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(marked, at=plan.cuts)))
     grad_fn = jaxpp.schedule(jaxpp.microbatch(grad_fn, 4), plan.order)
     found = jaxpp.place(grad_fn, jaxpp.MpmdMesh((2,)))(*args)
