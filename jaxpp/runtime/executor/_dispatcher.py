@@ -28,7 +28,7 @@ class Dispatcher:
             (self.executors[rank], tuple(itertools.chain(*(chunk for _, chunk in run))))
             for rank, run in itertools.groupby(self.order, lambda piece: piece[0])
         ]
-        #: The messages of these ranks; a transport may want to know them before a call.
+        #: What these ranks send and receive; a transport may want to know that before a call.
         self.messages: list[Message] = [
             i.message for _, chunk in self.order for i in chunk if isinstance(i, Send | Receive)
         ]

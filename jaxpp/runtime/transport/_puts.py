@@ -162,7 +162,7 @@ class Payload:
         self._home = home
         types = [ArrayType.of(aval) for aval in message.avals]
         self._arrays = list(zip(types, message.specs or ((),) * len(types), strict=True))
-        #: The types of the arrays that move, all in the memory of the devices.
+        #: What moves, all of it in the memory of the devices.
         self.types = [
             jax.ShapeDtypeStruct(t.host_shape, t.host_dtype, sharding=sharding_in(home, spec))
             for t, spec in self._arrays

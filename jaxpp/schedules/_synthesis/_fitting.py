@@ -8,7 +8,7 @@ from jaxpp.schedules._costs import Memory
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, Task
 
-#: Loads are so many tasks ahead, where activations are offloaded.
+#: How many tasks ahead loads are, where activations are offloaded.
 AHEAD = (1, 2, 4)
 
 

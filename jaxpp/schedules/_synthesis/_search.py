@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxpp.schedules._synthesis._justify import Justifier
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
 from jaxpp.schedules._synthesis._tabu import escape
-from jaxpp.schedules.simulator import Problem, Rule, Times, evaluate, list_schedule
+from jaxpp.schedules.simulator import OrderProblem, Rule, Times, evaluate, list_schedule
 
 #: A list schedule may be so much worse than the best; justified, it may still become the best.
 _MUCH_WORSE = 1.1
@@ -47,7 +47,7 @@ class Found:
 class Search:
     """A search for the best orders of one problem."""
 
-    def __init__(self, problem: Problem, bound: float, deadline: float):
+    def __init__(self, problem: OrderProblem, bound: float, deadline: float):
         """Starts with nothing found; the search ends at the bound, or at the deadline."""
         self.problem, self.bound, self.deadline = problem, bound, deadline
         self.justifier = Justifier(problem)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules.simulator._problem import Problem
+from jaxpp.schedules.simulator._problem import OrderProblem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Rule:
 
 
 def list_schedule(
-    problem: Problem, rule: Rule, room: Sequence[float] = ()
+    problem: OrderProblem, rule: Rule, room: Sequence[float] = ()
 ) -> tuple[list[list[int]], list[float]] | None:
     """Schedules all tasks in the order of time, each rank by the rule.
 
@@ -80,7 +80,7 @@ class _RankQueues:
     one microbatch alone fits and input gradients free memory or keep it.
     """
 
-    def __init__(self, problem: Problem, rule: Rule, room: Sequence[float]):
+    def __init__(self, problem: OrderProblem, rule: Rule, room: Sequence[float]):
         m, ranks = problem.num_microbatches, range(problem.num_ranks)
         self.problem, self.rule, self.room = problem, rule, list(room)
         self.m, (self.places, self.tasks) = m, rule.places(m)
