@@ -16,11 +16,11 @@ the run, or the accelerators that JAX finds (shared between ranks where there ar
 rank there are `--dp` replicas, each with sequences of its own, and `--mp` devices of each share the
 heads and features of its layers.
 With `--mesh=ray` they are processes of a Ray session: of the one that is there, or of one made for
-the run. With `--mesh=launched` they are shared out to the processes that torchrun, mpirun or srun
-has started with this script, of which the first one writes and prints. The output folder gets
-`metrics.jsonl`, checkpoints, pictures of the losses and of the schedule, a trace (`--profile`), and
-a sample of generated text. `--log` names a function that gets the metrics of each step:
-docs/logging.md has some for TensorBoard, wandb and clu.
+the run. With `--mesh=launched` they are shared out to the processes that torchrun (which comes with
+PyTorch), mpirun or srun has started with this script, of which the first one writes and prints. The
+output folder gets `metrics.jsonl`, checkpoints, pictures of the losses and of the schedule, a trace
+(`--profile`), and a sample of generated text. `--log` names a function that gets the metrics of
+each step: docs/logging.md has some for TensorBoard, wandb and clu.
 
 A run that was killed goes on from its last checkpoint with `--resume` and the same other flags, and
 has the losses that it would have had, to the bit: a step's batch and dropout keys follow from its

@@ -1,5 +1,6 @@
-"""Warnings at the line of the user, errors of extras and arguments, tables in notebooks."""
+"""Warnings at the line of the user, bars, errors of extras and arguments, tables in notebooks."""
 
+import contextlib
 import difflib
 import html
 import importlib.util
@@ -8,7 +9,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 #: The packages whose functions lie between the user's line and the place that warns.
@@ -25,6 +26,25 @@ def warn(message: str) -> None:
     while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, delay: float = 0.0) -> Iterator[Callable[[], object]]:
+    """Shows a bar of `tqdm` on a terminal, if it is installed; gives what ends one of the steps.
+
+    Args:
+        what: what is under way.
+        total: the number of steps.
+        delay: the seconds after which the bar is shown.
+    """
+    try:
+        import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    name = f"jaxpp: {what}"
+    with tqdm.tqdm(total=total, desc=name, delay=delay, leave=False, disable=None) as bar:
+        yield bar.update
 
 
 def is_called_by_jaxpp() -> bool:
@@ -65,7 +85,7 @@ def need(extra: str, purpose: str, *modules: str) -> None:
         )
 
 
-#: What a number may have to be, and the test of it.
+#: The kinds of number, and the test of each.
 _NUMBERS: Mapping[str, Callable[[Any], bool]] = {
     "an integer": lambda x: isinstance(x, numbers.Integral),
     "an integer of at least 0": lambda x: isinstance(x, numbers.Integral) and int(x) >= 0,

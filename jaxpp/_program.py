@@ -362,7 +362,7 @@ class Mesh(Protocol):
         ...
 
 
-#: What the rooms above give to `place`, by name: `"mesh"` makes the mesh for a number of ranks if
-#: `place` is given none, `"mesh_of"` makes it of a shape and devices, `"certify"` proves a lowered
-#: step, `"device"` finds the figures of a device by its name.
+#: The functions that the rooms above give to `place`, by name: `"mesh"` makes the mesh for a number
+#: of ranks if `place` is given none, `"mesh_of"` makes it of a shape and devices, `"certify"`
+#: proves a lowered step, and `"device"` finds the figures of a device by its name.
 PROVIDED: dict[str, Callable[..., Any]] = {}

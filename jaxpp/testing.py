@@ -231,7 +231,7 @@ def count_sends(step: Any, kind: str | None = None) -> int:
 # ---- results ------------------------------------------------------------------------------------
 
 
-#: What to do where only rounding differs.
+#: The way out where only rounding differs.
 _ADAM = (
     " An optimizer that divides by the size of a gradient, as Adam does, magnifies rounding where "
     "that is near 0: compare gradients, or steps of SGD; jaxpp.certify compares without tolerances."

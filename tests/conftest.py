@@ -159,7 +159,7 @@ def pytest_runtest_setup():
 
 
 #: After so many modules a process of tests forgets what it has compiled, which takes memory.
-MODULES_KEPT = 10
+MODULES_KEPT = 16
 finished = itertools.count(1)
 
 

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 
-#: How transforms are proven.
+#: The ways in which transforms are proven.
 _BITS, _ORDER = "bit by bit", "but for the order of sums"
 
 

@@ -10,7 +10,7 @@ from jaxpp import _compat, jaxprs
 from jaxpp._program import PROVIDED
 from jaxpp.certification import _definition
 from jaxpp.certification._certificate import Certificate
-from jaxpp.certification._proof import EDITED, How, Lowered, Proof, retraced
+from jaxpp.certification._proof import EDITED, How, LoweredStep, Proof, retraced
 from jaxpp.certification._refuted import Refuted, Undecided
 from jaxpp.jaxprs import without_collections, without_mesh
 
@@ -82,7 +82,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
 
 
 @without_mesh
-def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
+def certify_lowered(lowered: LoweredStep, passes: bool = True) -> Certificate:
     """Does as `certify`, for a step that has been lowered."""
     start = time.perf_counter()
     _check_decidable(lowered)
@@ -140,7 +140,7 @@ def _deep_recursion() -> Iterator[None]:
 
 
 def _prove(
-    lowered: Lowered,
+    lowered: LoweredStep,
     function: jaxprs.Traced | None,
     rules: list[str],
     whole: frozenset[int],
@@ -169,7 +169,7 @@ def _prove(
 _UNROLLED, _TRIED_AGAIN = 8, 128
 
 
-def _uncut_lengths(lowered: Lowered, function: jaxprs.Traced | None) -> frozenset[int]:
+def _uncut_lengths(lowered: LoweredStep, function: jaxprs.Traced | None) -> frozenset[int]:
     """The lengths of scans that are in the function, the step after each pass, and the programs.
 
     A scan that a pass cuts is shorter after it.
@@ -193,7 +193,7 @@ def _uncut_lengths(lowered: Lowered, function: jaxprs.Traced | None) -> frozense
     return frozenset(set.intersection(*forms))
 
 
-def _check_decidable(lowered: Lowered) -> None:
+def _check_decidable(lowered: LoweredStep) -> None:
     if not _compat.is_in_context(lowered.context):
         raise Undecided(
             "certify: the step was lowered under other settings of JAX (such as jax.enable_x64 or "

@@ -46,7 +46,7 @@ def scan(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[Term]:
     return [*carry, *(terms.stack(rows) for rows in zip(*ys, strict=True))]
 
 
-class _Loop:
+class _TermLoop:
     """A loop whose body ran once, on terms that stand for what it carries into any iteration.
 
     Args:
@@ -60,7 +60,7 @@ class _Loop:
         self, evaluator: "Evaluator", depth: int, symbols: Sequence[Term], first: Sequence[Term]
     ):
         self.terms, self.depth, self.symbols, self.first = evaluator.terms, depth, symbols, first
-        #: What the body makes of the carried values.
+        #: The values that the body makes of the carried ones.
         self.next: Sequence[Term] = ()
         self._carried: dict[Term, Term] = {}
 
@@ -142,7 +142,7 @@ def _whole_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
     terms, params = evaluator.terms, eqn.params
     length, how = params["length"], (params["length"], params["reverse"])
     with evaluator.bound([(c.shape, c.dtype) for c in carry]) as (depth, symbols):
-        loop = _Loop(evaluator, depth, symbols, carry)
+        loop = _TermLoop(evaluator, depth, symbols, carry)
         with evaluator.collected() as happened:
             rows = [terms.at(x, depth) for x in xs]
             made = evaluator.run(params["jaxpr"], [*consts, *symbols, *rows])
@@ -225,7 +225,7 @@ def _while_of_rows(
         for i in range(count):
             own = [each[i] if has else each[0] for each, has in zip(rows, having, strict=True)]
             first = [of_row(c, has, i) for c, has in zip(carry, having, strict=True)]
-            loop = _Loop(evaluator, depth, own, first)
+            loop = _TermLoop(evaluator, depth, own, first)
             loop.next = [of_row(t, has, i) for t, has in zip(after, having, strict=True)]
             own_test = of_row(test, test.shape != (), i)
             if not _bound_in([*loop.next, own_test], depth) <= {*own}:
@@ -255,7 +255,7 @@ def _whole_while(
 ) -> list[Term]:
     terms, p = evaluator.terms, eqn.params
     with evaluator.bound([(c.shape, c.dtype) for c in carry]) as (depth, symbols):
-        loop = _Loop(evaluator, depth, symbols, carry)
+        loop = _TermLoop(evaluator, depth, symbols, carry)
         with evaluator.collected() as of_test:
             (test,) = evaluator.run(p["cond_jaxpr"], [*cond_consts, *symbols])
         with evaluator.collected() as of_body:

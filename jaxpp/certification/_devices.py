@@ -85,7 +85,7 @@ class _Devices:
         self.evaluator, self.terms, self.sizes = evaluator, evaluator.terms, sizes
         positions = itertools.product(*map(range, sizes.values()))
         self.positions = [dict(zip(sizes, own, strict=True)) for own in positions]
-        #: What was scattered, by the dimension and the parts.
+        #: The terms that were scattered, by the dimension and the parts.
         self._wholes: dict[tuple[int, Parts], Term] = {}
 
     # ---- arrays and their parts --------------------------------------------------------------

@@ -61,7 +61,7 @@ class Evaluator:
         self.guards: tuple[tuple[Term, int, int], ...] = ()
         #: The microbatch whose task runs.
         self.microbatch: int | None = None
-        #: How a scheduled loop runs.
+        #: The ways in which a scheduled loop runs.
         self.run_loop: LoopRunner = _no_loop
         #: The task that first made a term, if it is asked for.
         self.maker: dict[Term, str] | None = None

@@ -45,7 +45,7 @@ class _Slot:
     lost: str = "nothing has been put there"
 
 
-class _Rank:
+class _RankSlots:
     """A rank: its program, the next instruction, and its slots."""
 
     def __init__(self, program: Program):
@@ -78,7 +78,7 @@ class _Rank:
         return own.term
 
 
-class Machine:
+class SymbolicRanks:
     """All ranks of a bundle; `arguments` gives the term of a flat argument."""
 
     def __init__(self, evaluator: Evaluator, bundle: Bundle, arguments: Callable[[Argument], Term]):
@@ -88,7 +88,7 @@ class Machine:
         self._sent: dict[int, tuple[Message, list[Term]]] = {}
         self._received: set[int] = set()
         self._rank_of_ordered: int | None = None
-        self.ranks = [_Rank(program) for program in bundle.programs]
+        self.ranks = [_RankSlots(program) for program in bundle.programs]
         for rank in self.ranks:
             for n, s in rank.program.inputs:
                 record = bundle.arguments[n]
@@ -132,7 +132,7 @@ class Machine:
                     raise rank.refute(f"result {n} has the memory of {whose}")
         return found
 
-    def _advance(self, rank: _Rank) -> bool:
+    def _advance(self, rank: _RankSlots) -> bool:
         """Runs a rank until it waits for a message; says whether it ran anything."""
         start, instructions = rank.at, rank.program.instructions
         while rank.at < len(instructions):
@@ -155,13 +155,13 @@ class Machine:
         return rank.at > start
 
     def _put(
-        self, rank: _Rank, slots: Sequence[int], terms: Sequence[Term], avals: Sequence[Any]
+        self, rank: _RankSlots, slots: Sequence[int], terms: Sequence[Term], avals: Sequence[Any]
     ) -> None:
         for s, term, aval in zip(slots, terms, avals, strict=True):
             self._buffers += 1
             rank.slots[s] = _Slot(term, aval, _Buffer("value", self._buffers))
 
-    def _run(self, rank: _Rank, run: Run) -> None:
+    def _run(self, rank: _RankSlots, run: Run) -> None:
         self.tasks += 1
         rank.last = run.label
         terms, computation = self.evaluator.terms, self.bundle.computations[run.computation]
@@ -198,7 +198,7 @@ class Machine:
             return None if record.donated else f"args{record.name}, which is not donated"
         return None
 
-    def _take(self, rank: _Rank, run: Run, computation: Computation) -> None:
+    def _take(self, rank: _RankSlots, run: Run, computation: Computation) -> None:
         """Gives the memory of donated inputs away."""
         buffers = [rank.slots[s].buffer for s in run.inputs]
         times = collections.Counter(buffers)
@@ -215,7 +215,7 @@ class Machine:
                 raise rank.refute(f"{run.label} takes the memory of {problem}")
             rank.taken[own] = run.label
 
-    def _send(self, rank: _Rank, send: Send) -> None:
+    def _send(self, rank: _RankSlots, send: Send) -> None:
         self.messages += 1
         message = send.message
         who = f"the send of {_named(message)} to rank {message.target}"
@@ -230,7 +230,7 @@ class Machine:
                 rank.sent.add(own)
         self._sent[message.tag] = message, values
 
-    def _receive(self, rank: _Rank, receive: Receive) -> None:
+    def _receive(self, rank: _RankSlots, receive: Receive) -> None:
         message, values = self._sent[receive.message.tag]
         if message != receive.message or message.target != rank.number:
             raise rank.refute(

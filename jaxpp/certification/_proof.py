@@ -12,13 +12,13 @@ from jaxpp.certification import _definition
 from jaxpp.certification._evaluate import Evaluator
 from jaxpp.certification._explain import explain, origin
 from jaxpp.certification._fingerprints import Fingerprints
-from jaxpp.certification._machine import Machine
+from jaxpp.certification._machine import SymbolicRanks
 from jaxpp.certification._refuted import Refuted
 from jaxpp.certification._steps import argument_term, run_step
 from jaxpp.certification._table import Term, shown, type_of
 from jaxpp.certification._terms import Terms
 
-#: Where a difference shows, if it is not a pass.
+#: The places where a difference shows, if it is not a pass.
 _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
 #: Why the transforms before `place` are not decided, if rules edit loops.
 EDITED = "edited"
@@ -26,7 +26,7 @@ EDITED = "edited"
 _BATCHED = "a loop is under jax.vmap, by which JAX batches its tasks in another form than the loop"
 
 
-class Lowered(Protocol):
+class LoweredStep(Protocol):
     """A step that has been lowered, as `step.lower` gives it."""
 
     @property
@@ -52,14 +52,14 @@ class Lowered(Protocol):
 
 
 def retraced(
-    lowered: Lowered, definitions: Mapping[str, Callable[..., Any]], rules: list[str]
+    lowered: LoweredStep, definitions: Mapping[str, Callable[..., Any]], rules: list[str]
 ) -> jaxprs.Traced:
     edits = _definition.unedited(rules)
     with jaxprs.by_definition({**definitions, "edit_loops": edits}):
         return lowered.retrace()
 
 
-def _num_microbatches(lowered: Lowered) -> int:
+def _num_microbatches(lowered: LoweredStep) -> int:
     """The number of microbatches; of loops of several numbers the greatest."""
     step = next(iter(lowered.passes.values()))
     loops = [e.params for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
@@ -91,7 +91,7 @@ class Proof:
 
     def __init__(
         self,
-        lowered: Lowered,
+        lowered: LoweredStep,
         function: jaxprs.Traced,
         whole: frozenset[int],
         scheduled: bool = False,
@@ -113,7 +113,7 @@ class Proof:
         self.evaluator.parameters.note_shared([function.jaxpr], programs)
         self.passes: list[str] = []
         self.tasks = self.messages = 0
-        #: How each result of the scheduled function, and of the programs, is the function's.
+        #: The proof that each result of the scheduled function, and of the programs, has.
         self.scheduled: list[How] = []
         self.placed: list[How] = []
         paths = {a.array: a.path for a in self.bundle.arguments}
@@ -249,9 +249,9 @@ class Proof:
         self._compare_effects(_PROGRAMS)
         self.tasks, self.messages = machine.tasks, machine.messages
 
-    def _run_programs(self) -> tuple[Machine, Mapping[int, Mapping[int, tuple[Term, Any]]]]:
+    def _run_programs(self) -> tuple[SymbolicRanks, Mapping[int, Mapping[int, tuple[Term, Any]]]]:
         self.evaluator.start()
-        machine = Machine(self.evaluator, self.bundle, self._argument)
+        machine = SymbolicRanks(self.evaluator, self.bundle, self._argument)
         return machine, machine.run()
 
     def _argument(self, record: Argument) -> Term:

@@ -153,7 +153,7 @@ def template_of(t: Term) -> Term:
     return t.args[0] if t.form is Form.INSTANCE else t
 
 
-class Table:
+class TermTable:
     """All terms of a proof: makes each once.
 
     What is done with instances of one microbatch is done once, with their templates.

@@ -23,8 +23,8 @@ from jaxpp.certification._table import (
     Form,
     Op,
     Shape,
-    Table,
     Term,
+    TermTable,
     full_of,
     number_of,
     template_of,
@@ -62,7 +62,7 @@ def _of_templates(rewrite: Callable[..., Term]) -> Callable[..., Term]:
     return run
 
 
-class Terms(Table):
+class Terms(TermTable):
     """Terms with their rewrites.
 
     Args:

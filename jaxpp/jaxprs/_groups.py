@@ -28,7 +28,7 @@ class Ordered(Protocol):
 #: Anything by which equations are grouped; groups can be compared.
 Group = TypeVar("Group", bound=Ordered)
 
-#: What a sweep knows of a variable.
+#: The fact that a sweep knows of a variable.
 Fact = TypeVar("Fact")
 
 

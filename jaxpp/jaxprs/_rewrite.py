@@ -35,7 +35,7 @@ class Substitution:
         return self.rename(eqn).replace(outvars=outvars)
 
 
-#: What takes the place of an equation: equations, and the atoms that stand for its results.
+#: The replacement of an equation: equations, and the atoms that stand for its results.
 Replacement: TypeAlias = tuple[Iterable[Eqn], Iterable[Atom]]
 
 

@@ -55,7 +55,7 @@ def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         return fun
     traced = trace(fun, args)
     key = structure(traced.jaxpr, differentiable=_compat.is_differentiating())
-    run = _compiled(_Program(key, traced.jaxpr))
+    run = _compiled(_Structured(key, traced.jaxpr))
     consts = traced.inputs[: traced.num_closed_over]
 
     def call(*args: Any) -> Any:
@@ -66,7 +66,7 @@ def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class _Structured:
     """A jaxpr that equals those of the same structure; it keeps alive what the structure names."""
 
     structure: Any
@@ -74,7 +74,7 @@ class _Program:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(program: _Program) -> Callable[..., list[Any]]:
+def _compiled(program: _Structured) -> Callable[..., list[Any]]:
     return jax.jit(functools.partial(run, program.jaxpr))
 
 

@@ -73,5 +73,5 @@ if TYPE_CHECKING:
 else:
     Var, Literal, Eqn, Jaxpr = jex.Var, jex.Literal, jex.JaxprEqn, jex.Jaxpr
 
-#: What an equation reads, and a jaxpr gives.
+#: An operand of an equation, or a result of a jaxpr.
 Atom: TypeAlias = Var | Literal

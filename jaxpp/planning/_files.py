@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 from jaxpp.schedules import Table, from_csv, to_csv
 
 
-class Saved:
+class JsonFile:
     """A dataclass that can be a JSON file; a table in it is CSV."""
 
-    #: What it is, and the version of the file; other versions are refused.
+    #: The kind of the file, and its version; other versions are refused.
     KIND: ClassVar[str]
     VERSION: ClassVar[int]
 

@@ -4,14 +4,14 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpp._messages import check_number, check_options
+from jaxpp._messages import check_number, check_options, progress
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._loss import map_sliced
@@ -25,14 +25,14 @@ from jaxpp.runtime.trace import Trace
 from jaxpp.schedules import Costs, Kind, Timeline, by_name
 from jaxpp.transforms.stages import UnitCuts
 
-#: How many of the other candidates a plan prints.
+#: A plan prints so many of the other candidates.
 _SHOWN = 4
-#: How many times the cores of a machine its ranks may keep busy before a plan says so.
+#: Ranks may keep so many times the cores of a machine busy before a plan says so.
 _MANY = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Candidate, _files.Saved):
+class Plan(Candidate, _files.JsonFile):
     """The choice of `plan`: the fastest candidate that fits.
 
     Args:
@@ -65,7 +65,12 @@ class Plan(Candidate, _files.Saved):
         """The cuts, for `split_stages(at=)`."""
         own = self.problem.profiles[self.microbatches]
         firsts = tuple(itertools.accumulate(self.units[:-1]))
-        names = tuple(own.names[first] for first in firsts) if own.names else ()
+
+        def name_of(first: int) -> str:
+            before = next(filter(None, reversed(own.names[:first])), "")
+            return own.names[first] or (before and f"behind the start of {before}")
+
+        names = tuple(map(name_of, firsts)) if own.names else ()
         return UnitCuts(own.crossing, own.at_least, firsts, names)
 
     @property
@@ -263,19 +268,28 @@ def plan(
         machine = {"memory_limit": device_of(device).memory, **machine}
     problem = Problem({}, ranks, tuple(schedules), tries, seed, **machine)  # it checks these
     profiles: dict[int, Profile] = {}
-    for count in counts:
-        own = _one_microbatch(args, count, replicas, how.get("in_axes"))
-        profiles[count] = profile(fun, *own, **how)
-    return solve(dataclasses.replace(problem, profiles=profiles))
+    made = len({*schedules} & {*MADE})
+    with progress("planning", len(counts) * (1 + len(schedules) - made) + made) as update:
+        for count in counts:
+            own = _one_microbatch(args, count, replicas, how.get("in_axes"))
+            profiles[count] = profile(fun, *own, **how)
+            update()
+        return solve(dataclasses.replace(problem, profiles=profiles), update=update)
 
 
-def solve(problem: Problem, known: Candidate | None = None) -> Plan:
+def solve(
+    problem: Problem,
+    known: Candidate | None = None,
+    update: Callable[[], object] = lambda: None,
+) -> Plan:
     """Makes a plan of the fastest candidate of a problem; one that is known is among them.
+
+    `update` is called for each schedule and number of microbatches.
 
     Raises:
         ValueError: nothing fits, or no schedule can be made.
     """
-    best, *others = problem.candidates(known)
+    best, *others = problem.candidates(known, update)
     reasons = [
         c.reason or f"{c.seconds / best.seconds - 1:.1%} slower, bubble {c.bubble:.1%}"
         for c in others

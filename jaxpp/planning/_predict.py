@@ -27,7 +27,7 @@ from jaxpp.transforms.place import Compiled, Placed
 
 #: The rows of a comparison that are not of a kind of task.
 _WHOLE = ("step", "tasks")
-#: What takes so many times as long as predicted does not have its cores to itself.
+#: A task that takes so many times as long as predicted does not have its cores to itself.
 SHARED = 1.5
 
 
@@ -261,7 +261,7 @@ def _predicted(
     start = max(around.before)
     spans = {span.task: (start + span.start, start + span.end) for span in timeline.spans}
     runs: list[list[tuple[float, str]]] = [[] for _ in bundle.programs]
-    # What ranks have run between tasks so far, such as the update between two loops.
+    # The runs of ranks between tasks so far, such as the update between two loops.
     between = [-own for own in around.before]
 
     def when(rank: int, run: Run, clock: float) -> tuple[float, float]:

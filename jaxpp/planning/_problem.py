@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxpp.planning._profile import Profile
 from jaxpp.planning.search import (
@@ -135,12 +135,15 @@ class Problem(Ranks):
             for count, profile in self.profiles.items()
         }
 
-    def candidates(self, known: Candidate | None = None) -> list[Candidate]:
+    def candidates(
+        self, known: Candidate | None = None, update: Callable[[], object] = lambda: None
+    ) -> list[Candidate]:
         """Returns the best candidate of each schedule and number of microbatches, fastest first.
 
         Args:
             known: a candidate of an earlier problem, which is one of these, and the first of
                 those that are as fast.
+            update: called whenever a schedule has been tried with a number of microbatches.
 
         Raises:
             ValueError: nothing fits, or no schedule can be made.
@@ -159,6 +162,7 @@ class Problem(Ranks):
                     cutter = self.cutter(count, by_name(name))
                     if reason := cutter.hopeless():
                         found.append(Candidate(name, count, reason=reason))
+                        update()
                     else:
                         starts.append((cutter.start(), name, cutter))
         for choice, name, cutter in sorted(starts, key=lambda start: start[2].value(start[0])):
@@ -167,10 +171,13 @@ class Problem(Ranks):
                 choice = cutter.improve(choice)
             found.append(_candidate(name, cutter, cutter.even_if_as_fast(choice)))
             least = min(least, found[-1].seconds)
+            update()
         if SYNTHESIZED in self.schedules:
             found += self._synthesized(found)
+            update()
         if SEARCHED in self.schedules:
             found += self._searched(min(found, key=_rank_of))
+            update()
         found = sorted(dict.fromkeys(found), key=_rank_of)
         if found[0].seconds == math.inf:
             raise ValueError(self._why_nothing_fits(found))

@@ -39,7 +39,7 @@ MICROBATCHES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile(UnitCosts, _files.Saved):
+class Profile(UnitCosts, _files.JsonFile):
     """The times and bytes of the units of a function, made by `profile`.
 
     A unit is a layer, or what lies before the first layer or after the last one. Times are seconds
@@ -62,7 +62,7 @@ class Profile(UnitCosts, _files.Saved):
         inputs: the units that each unit reads; empty where each reads the one before.
         batch: for each argument that is sliced, its bytes in a microbatch, and the units that read
             it.
-        names: the module or scope that each unit is; empty for another one.
+        names: the module, scope or parameters that each unit begins with; empty for others.
         busy: the share of this machine's cores that tasks kept busy, each alone; 0 where they were
             not measured on a CPU.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, Task, chain
-from jaxpp.schedules.simulator._run import Run, run
+from jaxpp.schedules.simulator._run import RunTimes, run
 
 #: For a kind of task of a stage, the kinds and stages that it reads from, of the same microbatch.
 Dependencies = Mapping[tuple[Kind, int], Sequence[tuple[Kind, int]]]
@@ -243,7 +243,7 @@ def execute(
     Returns:
       The times, and the ranks left stuck: none where the table is sound.
     """
-    rows = _Rows(numbered, costs, lanes)
+    rows = _TimedRows(numbered, costs, lanes)
     arrivals = rows.send(sends) if sends is not None else {}
     rows.connect(delay, arrivals)
     rows.join(together or (lambda a, b: costs[a] + costs[b]), wait_for_both)
@@ -251,7 +251,7 @@ def execute(
     return rows.executed(found)
 
 
-class _Rows:
+class _TimedRows:
     """The rows of a table.
 
     Numbers of tasks are those of the table; then comes that of no task, which never ends, and those
@@ -265,7 +265,7 @@ class _Rows:
         self.inputs: list[list[tuple[int, float]]] = []
         self.needs: list[list[tuple[int, float]]] = []
         self.end_of: dict[int, Callable[[float, list[float]], float]] = {}
-        # What a unit waits for, in the place of a need, because of the computing unit before it.
+        # Waits of a unit because of the computing unit before it, in the place of a need.
         self.behind: dict[int, list[tuple[int, float]]] = {}
         self.before: dict[int, tuple[int, ...]] = {}  # of each unit, those before it in its lanes
         self.first: dict[int, int] = {}  # of two that overlap, by the second
@@ -368,7 +368,7 @@ class _Rows:
 
         return end
 
-    def executed(self, found: Run) -> Executed:
+    def executed(self, found: RunTimes) -> Executed:
         """Returns the times of the tasks, what each waited for, and the ranks left stuck."""
         count = self.nothing
         starts, ends = found.starts[:count], found.ends[:count]
@@ -401,7 +401,7 @@ class _Rows:
                     return self.late.get(need, need)
         return self.late.get(gate, gate)
 
-    def _blocks(self, found: Run) -> list[Block]:
+    def _blocks(self, found: RunTimes) -> list[Block]:
         numbered, blocks = self.numbered, {}
         for row, (n, need) in sorted(found.stuck.items(), reverse=True):
             if row >= self.num_rows:

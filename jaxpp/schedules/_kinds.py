@@ -215,7 +215,7 @@ Kind.O = Kind("O", "offload", after="F", holds=-1.0, lane="copy", field="offload
               colours=("#5f6b73", "#c4ccd1"))  # fmt: skip
 Kind.L = Kind("L", "load", after="O", makes="F", holds=1.0, lane="copy", field="load",
               colours=("#2a8c8c", "#a6dcdc"))  # fmt: skip
-# What they hold are parameters and gradients, which `Memory` counts only if it is told to.
+# They hold parameters and gradients, which `Memory` counts only if it is told to.
 Kind.G = Kind("G", "gather", lane="collective", of_stage=True, field="gather",
               colours=("#b5533c", "#ecc2b5"))  # fmt: skip
 Kind.H = Kind("H", "gather again", makes="G", parts="G", lane="collective", of_stage=True,

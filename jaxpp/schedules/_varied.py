@@ -14,7 +14,7 @@ from jaxpp.schedules._table import Table, Task
 class Varied(Schedule):
     """A schedule whose table has further tasks: the base of `Recompute` and its like."""
 
-    # Whether what is added serves the backward alone; no field of the dataclass.
+    # True where the further tasks serve the backward alone; no field of the dataclass.
     for_backward = True
     schedule: Schedule | str = OneFOneB()
     stages: Iterable[int] | None = None

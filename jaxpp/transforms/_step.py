@@ -17,7 +17,7 @@ from jaxpp._program import Argument, Result, Role, counted
 from jaxpp._specs import Spec, axis_sizes
 from jaxpp.jaxprs import Var
 
-#: When an equation runs: if each of these variables has its number.
+#: The condition of an equation: it runs if each of these variables has its number.
 Guard = tuple[tuple[Var, int], ...]
 
 

@@ -252,8 +252,8 @@ MUTATIONS = (
     Mutation(
         "linear equations are applied in the reverse order",
         "jaxpp/transforms/tasks/_accumulators.py",
-        "_Term(o, (*passed, *term.passed))",
-        "_Term(o, (*term.passed, *passed))",
+        "_Addend(o, (*passed, *term.passed))",
+        "_Addend(o, (*term.passed, *passed))",
         refuted_on="turned gradients",
     ),
     Mutation(

@@ -1,9 +1,12 @@
 """The plan is the fastest candidate that fits, never worse than the catalogue at an even cut."""
 
 import dataclasses
+import io
 import itertools
 import json
 import math
+import re
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -260,7 +263,7 @@ def test_a_plan_says_where_its_ranks_would_share_cores(busy, says):
 
 
 def test_a_plan_prints_its_limit_and_folds_what_it_did_not_take():
-    names = [name for name in SCHEDULES if name not in MADE]
+    names = [name for name in SCHEDULES if name not in MADE][:10]
     plan = planned(profile_of(UNEVEN), 4e6, schedules=names)
     assert len(plan.others) > 8
     lines = str(plan).splitlines()
@@ -517,6 +520,62 @@ def test_a_plan_names_the_layers_before_which_it_cuts():
     assert name in str(plan.cuts)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_how_far_a_plan_is(monkeypatch):
+    tqdm, stream = pytest.importorskip("tqdm").tqdm, Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("tqdm.tqdm", lambda **options: tqdm(**options, mininterval=0))
+    options: Any = dict(ranks=2, microbatches=(2, 4), device="h100", at_least=4, tries=9)
+    kinds = ["gpipe", "1f1b", "synthesized", "searched"]
+    jaxpp.plan(of_lists, dict_of(4), jnp.ones((16, 8)), schedules=kinds, **options)
+    shown = [line for line in stream.getvalue().split("\r") if "jaxpp: planning" in line]
+    assert "0/8" in shown[0] and "8/8" in shown[-1]
+
+
+def dict_of(layers):
+    blocks = [{"scale": jnp.ones(8), "up": jnp.eye(8), "down": jnp.eye(8)} for _ in range(layers)]
+    return {"blocks": blocks, "head": jnp.ones((8, 1))}
+
+
+def layer_of_a_dict(x, layer):
+    h = (x - x.mean(-1, keepdims=True)) * layer["scale"]
+    return x + jnp.tanh(h @ layer["up"]) @ layer["down"]
+
+
+def of_lists(params, x):
+    for layer in params["blocks"]:
+        x = layer_of_a_dict(x, layer)
+    return jnp.mean(x @ params["head"])
+
+
+def of_a_stack(params, x):
+    x, _ = jax.lax.scan(lambda x, own: (layer_of_a_dict(x, own), None), x, params["blocks"])
+    return jnp.mean(x @ params["head"])
+
+
+@pytest.mark.parametrize("loss_fn", [of_lists, of_a_stack])
+def test_a_plan_names_the_layers_of_a_dictionary(loss_fn):
+    params = dict_of(4)
+    if loss_fn is of_a_stack:
+        params["blocks"] = jax.tree.map(lambda *own: jnp.stack(own), *params["blocks"])
+    options: Any = dict(ranks=2, microbatches=4, schedules=["1f1b"], device="h100")
+    plan = jaxpp.plan(loss_fn, params, jnp.ones((16, 8)), at_least=4, **options)
+    assert "(blocks.2" in str(plan)
+    (name,) = plan.cuts.names
+    staged, cut = (jaxpp.split_stages(loss_fn, at=own) for own in ([name], plan.cuts))
+    args = params, jnp.ones((4, 8))
+    tables = [jaxpp.stages_as_text(own, *args).splitlines() for own in (staged, cut)]
+    layers, planned_layers = ([re.findall("[a-z]+[.0-9-]*", line) for line in t] for t in tables)
+    assert layers == planned_layers
+    if loss_fn is of_lists:  # pieces of layers, some of which read no parameter
+        fine = jaxpp.plan(loss_fn, params, jnp.ones((16, 8)), at_least=32, **options)
+        assert re.search(r"\(behind the start of blocks\.\d\.scale\)", str(fine))
+
+
 def test_the_marks_of_a_function_do_not_count_for_a_plan_of_it():
     def loss_fn(weights, x, mark=lambda x: x):
         for w in weights:
@@ -529,7 +588,7 @@ def test_the_marks_of_a_function_do_not_count_for_a_plan_of_it():
     args = list(jax.random.normal(jax.random.key(0), (6, 8, 8)) / 2), jnp.ones((16, 8))
     options: Any = dict(ranks=2, microbatches=4, schedules=["1f1b"], at_least=6, device="h100")
     plan, plain = (jaxpp.plan(own, *args, **options) for own in (marked, loss_fn))
-    assert plan == plain and plan.units == (3, 3) and str(plan.cuts) == "cuts before unit 3"
+    assert plan == plain and plan.units == (3, 3) and str(plan.cuts) == "cuts before unit 3 (3)"
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(marked, at=plan.cuts)))
     grad_fn = jaxpp.schedule(jaxpp.microbatch(grad_fn, 4), plan.order)
     found = jaxpp.place(grad_fn, jaxpp.MpmdMesh((2,)))(*args)

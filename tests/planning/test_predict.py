@@ -43,15 +43,16 @@ def arguments():
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def live_bytes(device):
-    """The bytes of all arrays of a device; two of them may be one buffer."""
-    buffers = {}
+def live_bytes(devices):
+    """The bytes of all arrays of each device; two of them may be one buffer."""
+    buffers = {device: {} for device in devices}
     for array in jax.live_arrays():
         if not array.is_deleted() and array.nbytes:
             for shard in array.addressable_shards:
-                if shard.device == device and not shard.data.is_deleted():
-                    buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(buffers.values())
+                if shard.device in buffers and not shard.data.is_deleted():
+                    own = buffers[shard.device]
+                    own[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return [sum(buffers[device].values()) for device in devices]
 
 
 def measured_peaks(step):
@@ -60,15 +61,15 @@ def measured_peaks(step):
     devices = local.homes
     jax.block_until_ready(local(_placed_copies(local, arrays)))
     jax.clear_caches()
-    before = [live_bytes(device) for device in devices]
+    before = live_bytes(devices)
     peaks = [0] * len(devices)
 
     def one_by_one():
         for rank, chunk in local.order:
             for instruction in chunk:
                 _execute(local, rank, instruction)
-                for n, device in enumerate(devices):
-                    peaks[n] = max(peaks[n], live_bytes(device) - before[n])
+                for n, now in enumerate(live_bytes(devices)):
+                    peaks[n] = max(peaks[n], now - before[n])
 
     local(_placed_copies(local, arrays), one_by_one)
     return peaks

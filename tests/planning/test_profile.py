@@ -133,9 +133,9 @@ def test_the_cut_is_balanced_by_what_was_measured(model, found):
 
 
 def test_units_have_the_names_of_their_layers(found):
-    blocks = [name for name in found.names if name]
-    assert blocks == [f"blocks.{n}" for n in range(len(blocks))] and len(blocks) > 3
-    assert found.names[-1] == "" and len(found.names) == len(found.forward)
+    first, *blocks, last = found.names
+    assert blocks == [f"blocks.{n}" for n in range(LAYERS)]
+    assert (first, last) == ("embed", "head") and len(found.names) == len(found.forward)
 
 
 def test_a_profile_is_saved_and_loaded(found, tmp_path):

@@ -140,7 +140,7 @@ def test_costs_are_of_a_stage_or_of_a_rank_as_is_said():
 @pytest.mark.parametrize("name", [n for n in CATALOGUE if n != "forward_only"])
 def test_one_model_of_costs_means_the_same_wherever_it_is_read(name):
     """The rows of `compare`, its timelines, `simulate`, `check` and `synthesize` agree."""
-    schedule, ranks, microbatches = by_name(name), 4, 8
+    schedule, ranks, microbatches = by_name(name), 2, 4
     costs, memory = Costs(1.0, 1.1, 0.9, latency=0.1), Memory(forward=2.0)
     rows = compare({name: schedule}, ranks, microbatches, costs, memory=memory)
     table = schedule.table_for_ranks(ranks, microbatches)

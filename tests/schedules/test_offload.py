@@ -118,7 +118,7 @@ def test_synthesis_offloads_or_recomputes_within_a_limit_whichever_takes_less(co
     costs = Costs(offload=copy, load=copy)
     found = {
         ways: synthesize(
-            costs, (0, 1, 2, 3), 8, memory_limit=2, evaluations=50,
+            costs, (0, 1, 2, 3), 8, memory_limit=2, evaluations=20,
             recompute="r" in ways, offload="o" in ways,
         )
         for ways in ("", "r", "o", "ro")
@@ -128,7 +128,7 @@ def test_synthesis_offloads_or_recomputes_within_a_limit_whichever_takes_less(co
     assert both.source.endswith(how) and both.lower_bound <= both.value
     check(both.table)
     assert max(simulate(both.table, costs).peak_memory) <= 2
-    with_room = synthesize(costs, (0, 1, 2, 3), 8, evaluations=50, offload=True)
+    with_room = synthesize(costs, (0, 1, 2, 3), 8, evaluations=20, offload=True)
     assert not with_room.table.lanes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules import Kind, Table
-from jaxpp.schedules.simulator import Problem, Rule, list_schedule, shape_of
+from jaxpp.schedules.simulator import OrderProblem, Rule, list_schedule, shape_of
 
 #: The rules that decide between tasks that may run: see `_rule`. From `EAGER` on they are the same
 #: again, with weight gradients before forwards.
@@ -40,7 +40,7 @@ def _rule(stages: int, directions: int, pairs: int, halves: bool, rule: int) -> 
     return Rule(offsets, periods)
 
 
-def problem_of(setting: Setting, choice: Choice) -> Problem:
+def problem_of(setting: Setting, choice: Choice) -> OrderProblem:
     """Makes the tasks of a choice in numbers, as `synthesize` would from its costs."""
     directions, graph = len(choice.placement), setting.graph(choice)
     m, halves = setting.microbatches // directions, choice.halves
@@ -70,7 +70,7 @@ def problem_of(setting: Setting, choice: Choice) -> Problem:
         kept *= directions
         change = kept + [0.0] * (len(time) - 2 * len(kept)) + [-own for own in reversed(kept)]
         limits = [setting.memory_limit * (1 + 1e-9) - own for own in setting.resident(choice)]
-    return Problem(table, ops, op_rank, time, change, limits, outputs)
+    return OrderProblem(table, ops, op_rank, time, change, limits, outputs)
 
 
 def judge(setting: Setting, choice: Choice, most: float = math.inf, rule: int = 0) -> float:
@@ -95,7 +95,7 @@ def table_of(setting: Setting, choice: Choice, rule: int) -> Table:
 
 def _scheduled(
     setting: Setting, choice: Choice, most: float, rule: int
-) -> tuple[float, Problem, list[list[int]]]:
+) -> tuple[float, OrderProblem, list[list[int]]]:
     problem, m = problem_of(setting, choice), setting.microbatches // len(choice.placement)
     update = list(map(sum, zip(*setting.update(choice), strict=True)))
     room = [most * (1 + 1e-12) - own for own in update]

@@ -7,7 +7,7 @@ import random
 from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules.building_blocks import loop, waves
 
-#: What searches start from, in turns: placements, and the number of stages of each rank.
+#: The starts of searches, in turns: placements, and the number of stages of each rank.
 STARTS = ((loop, 1), (waves, 2), (loop, 2))
 
 

@@ -14,7 +14,7 @@ from jaxpp.schedules import Kind, Schedule, Table, Timeline
 #: A cut that gains less than this over an even one is not taken: no prediction is so exact, and
 #: stages that are equal share their executables.
 EXACT = 0.01
-#: How many choices are tried for a schedule from each start, at most. So many cuts are all tried.
+#: So many choices are tried for a schedule from each start, at most. So many cuts are all tried.
 EVALUATIONS = 200
 
 

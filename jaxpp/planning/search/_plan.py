@@ -14,13 +14,13 @@ from jaxpp.planning import _files
 from jaxpp.planning.search._bound import lower_bound
 from jaxpp.planning.search._layers import Layers
 from jaxpp.planning.search._named import Cutter
-from jaxpp.planning.search._search import Found, find, synthesized, timed
+from jaxpp.planning.search._search import TimedChoice, find, synthesized, timed
 from jaxpp.planning.search._setting import Choice, Options, Setting
 from jaxpp.schedules import FromTable, Table, Timeline, check, plot
 
 
 @dataclasses.dataclass(frozen=True)
-class LayersPlan(_files.Saved):
+class LayersPlan(_files.JsonFile):
     """A plan of a chain of layers: cut, placement and order together.
 
     Args:
@@ -169,7 +169,7 @@ class LayersPlan(_files.Saved):
         return "\n".join([*lines, *self.setting.described(self.choice)])
 
 
-def _with_windows(setting: Setting, choice: Choice, table: Table) -> Found:
+def _with_windows(setting: Setting, choice: Choice, table: Table) -> TimedChoice:
     """Finds the best windows of gathers and reductions for the order of a table."""
     if not setting.zero:
         return timed(setting, choice, table)

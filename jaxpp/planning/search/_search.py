@@ -24,9 +24,9 @@ LENGTHS = (50, 250, 1000, 4000, 8000)
 HEAT = 0.02
 #: The same in a round that goes on from the best of earlier rounds.
 REHEAT = 0.015
-#: How much the mean time before ranks begin counts beside the time of all; it guides the search.
+#: The weight of the mean time before ranks begin beside the time of all; it guides the search.
 GUIDE = 0.5
-#: How often a neighbour may be refused before one is judged, in the mean.
+#: A neighbour may be refused so often before one is judged, in the mean.
 REFUSED = 20
 #: A round's best that is slower than this, over the best of all, is not finished.
 WORTHWHILE = 1.01
@@ -75,7 +75,7 @@ def search(
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class TimedChoice:
     """A choice, the order of its tasks as a table, and its time."""
 
     time: float
@@ -91,7 +91,7 @@ def find(
     seed: int = 0,
     deadline: float = math.inf,
     report: Callable[[int, float], None] = lambda tried, best: None,
-) -> Found | None:
+) -> TimedChoice | None:
     """Searches for the fastest choice in rounds; gives None where none fits.
 
     Args:
@@ -104,7 +104,7 @@ def find(
     """
     allowed = [d for d in directions if setting.microbatches % d == 0 and d <= setting.ranks]
     ways = [(d, halves) for halves in setting.layers.forms for d in allowed]
-    best: Found | None = None
+    best: TimedChoice | None = None
     # For each way, its best choices of earlier rounds, with the rules that judged them.
     known: dict[tuple[int, bool], list[tuple[float, Choice, int]]] = {way: [] for way in ways}
     tried = number = 0
@@ -131,7 +131,7 @@ def find(
             earlier.sort(key=lambda own: own[0])
             least = math.inf if best is None else best.time
             if value < least:
-                best = Found(value, choice, table_of(setting, choice, rule))
+                best = TimedChoice(value, choice, table_of(setting, choice, rule))
             if judged == length and value <= WORTHWHILE * least:
                 best = min(_finished(setting, choice), best, key=attrgetter("time"))
         report(tried, math.inf if best is None else best.time)
@@ -206,7 +206,7 @@ def _quick(setting: Setting, choice: Choice) -> tuple[float, float]:
     return max(ends), math.fsum(heads) / ranks / fastest
 
 
-def _finished(setting: Setting, choice: Choice) -> Found:
+def _finished(setting: Setting, choice: Choice) -> TimedChoice:
     """Orders the tasks of a choice as well as it can: by all rules, and by `synthesize`."""
     tables = [
         table_of(setting, choice, rule)
@@ -256,6 +256,6 @@ def synthesized(
         return None
 
 
-def timed(setting: Setting, choice: Choice, table: Table) -> Found:
+def timed(setting: Setting, choice: Choice, table: Table) -> TimedChoice:
     """Simulates a table of a choice."""
-    return Found(setting.time_of(setting.timeline(table, choice), choice), choice, table)
+    return TimedChoice(setting.time_of(setting.timeline(table, choice), choice), choice, table)

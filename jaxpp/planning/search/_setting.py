@@ -91,7 +91,7 @@ class Choice:
         return [stage for stage, own in enumerate(self.ways) if own == way]
 
 
-#: What the numbers of a plan have to be, those of all records of a machine.
+#: The kinds of number of a plan, those of all records of a machine.
 _NUMBERS = {
     "an integer of at least 1": ("ranks", "microbatches", "replicas", "steps", "tries"),
     "an integer": ("seed",),
@@ -409,7 +409,7 @@ class Setting(Ranks):
         again = tuple(max(0.0, k - i) for k, i in zip(kept, inputs, strict=True))
         freed = tuple(-own for own in kept)
         whole = tuple(self.of_stages("parameter_bytes", choice))
-        # What is left of the sums is there all the time.
+        # The rest of the sums is there all the time.
         others = tuple(own * (self.replicas - 1) / self.replicas for own in whole)
         return Memory(
             tuple(kept), 0.0, freed, recompute=again, gather=whole, reduce=others, per="stage"

@@ -54,9 +54,9 @@ class Wanted:
     """A leaf of a checkpoint that is wanted, or some rows of an array."""
 
     name: str
-    #: That in the pytree, for errors.
+    #: The path in the pytree, for errors.
     path: str
-    #: What it is like, an array, a type or a static leaf; in a message to a rank, a type.
+    #: An array, a type or a static leaf that it is to be like; in a message to a rank, a type.
     like: Any
     #: A sharding; None for the default device, to which it is not committed; `np`, the host. In a
     #: message to a rank, its split there and its memory kind.
@@ -83,7 +83,7 @@ class Database:
     """The arrays of a checkpoint in a directory, or at the URL of a bucket."""
 
     directory: str
-    #: Whether they are in version 3 of Zarr's format, and in one database.
+    #: True if they are in version 3 of Zarr's format, and in one database.
     zarr3: bool = True
     ocdbt: bool = True
 
@@ -133,7 +133,7 @@ def to_shares(arrays: Iterable[tuple[Saved, Any]], copy: bool) -> list[Piece]:
         parts += [(saved, box, data) for box, data in shards]
 
     def share(saved: Saved, box: Box, data: Any) -> Piece:
-        # What is on another kind of device is copied to the host in any case.
+        # An array on another kind of device is copied to the host in any case.
         views = not isinstance(data, jax.Array) or any(d.platform == "cpu" for d in data.devices())
         host = np.array(data) if copy and views else np.asarray(data)
         offset = [start for start, _ in box] + [0] * (host.ndim - len(box))

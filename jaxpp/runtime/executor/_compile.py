@@ -4,7 +4,6 @@ Executables are kept for other steps of this process that have the same computat
 model under another schedule compiles only the new ones.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpp import _compat, jaxprs
+from jaxpp._messages import progress
 from jaxpp._program import Bundle, Computation, Run
 from jaxpp.runtime.arrays import Home, devices_of, sharding_in
 
@@ -47,28 +47,19 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
     # The largest computation first; each is compiled while the next is lowered.
     by_size = sorted(targets, key=lambda t: -len(bundle.computations[t[0]].jaxpr.eqns))
     new = [t for t in by_size if not kept[t].by_home and not copies(bundle.computations[t[0]])]
-    with _progress(len(new)) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with progress("compiling", len(new), 2) as update, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
         for target in by_size:
             lowered = None
             if target in new:
                 lowered = lower(bundle.computations[target[0]], targets[target][0])
             futures[target] = pool.submit(build, target, lowered)
-            if bar is not None and target in new:
-                futures[target].add_done_callback(lambda compiled: bar.update())
+            if target in new:
+                futures[target].add_done_callback(lambda compiled: update())
     return [
         {n: futures[n, _shape_of(home)].result()[home] for n in numbers}
         for numbers, home in zip(used, homes, strict=True)
     ]
-
-
-def _progress(total: int) -> Any:
-    """Makes a bar of `tqdm` on a terminal, shown after two seconds; None without `tqdm`."""
-    try:
-        import tqdm
-    except ImportError:
-        return contextlib.nullcontext()
-    return tqdm.tqdm(total=total, desc="jaxpp: compiling", delay=2, leave=False, disable=None)
 
 
 def _shape_of(home: Home) -> Any:

@@ -58,7 +58,7 @@ def _run(
     return jaxprs.read(inside.outvars, known)
 
 
-#: What finds invalid values, by their kind.
+#: The functions that find invalid values, by their kind.
 _CHECKS = {"nan": jnp.isnan, "inf": jnp.isinf}
 
 

@@ -67,7 +67,7 @@ class Course:
     def __init__(self, count: int, differ: Callable[[int, RuntimeError], None]):
         self._count, self._differ = count, differ
         self._there: dict[int, dict[int, At]] = {}
-        #: What has been called or loaded, as the first one says, by all but who says so.
+        #: The calls and loads as the first one says them, by all but who says so.
         self._done: dict[tuple[int, ...], tuple[int, Called | LoadedArray]] = {}
         self._lock = threading.Lock()
 

@@ -61,9 +61,9 @@ class LaunchedGroup(Group):
         self.place = place
         self._numbers, self._others = itertools.count(), itertools.count()
         self._calls = 0
-        #: Whether `jax.device_put` moves the messages between processes.
+        #: True if `jax.device_put` moves the messages between processes.
         self.puts = False
-        #: What this process has called, and its ranks have loaded, since it said so last.
+        #: The calls of this process, and the loads of its ranks, since it said so last.
         self._done: collections.deque[Called | LoadedArray] = collections.deque()
         self._named: dict[str, Any] = {}
         #: Process 0 compares where all are.

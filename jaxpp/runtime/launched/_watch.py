@@ -10,7 +10,7 @@ from jaxpp.runtime.launched._hub import say
 from jaxpp.runtime.site import Death, Failure, Member, Watch, end_stopped, has_ended
 from jaxpp.runtime.transport import host_identity
 
-#: What the user can do after a failure.
+#: The user's way out after a failure.
 ADVICE = "Start the job again from its last checkpoint."
 #: Seconds that a process has to end after the failure of another, if it calls the mesh no more.
 END_TIMEOUT = 30.0

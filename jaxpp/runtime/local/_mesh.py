@@ -18,7 +18,7 @@ from jaxpp.runtime.local._step import LocalStep
 from jaxpp.runtime.trace import Recorder, Times, Trace, Tracing, start_trace, stop_trace
 
 
-class _Process:
+class _OneProcess:
     """The one process of a local mesh, as traces reach it and its transport."""
 
     first_ranks = (0,)
@@ -94,7 +94,7 @@ class MpmdMesh:
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, inside
         self.num_ranks = axes.num_ranks
-        self._process = _Process()
+        self._process = _OneProcess()
         self._tracing: Tracing | None = None
         self._calls = itertools.count()
         self._lock = threading.RLock()

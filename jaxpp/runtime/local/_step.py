@@ -71,7 +71,7 @@ class LocalStep:
         self._dispatcher = Dispatcher(executors, turns_of(bundle.programs))
         self.executors = list(self._dispatcher.executors.values())
         self.order = self._dispatcher.order
-        #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
+        #: True if there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
         self._raises = any(
             jaxprs.contains(e, _compat.is_error_if)
             for c in bundle.computations

@@ -89,7 +89,7 @@ class WorkerGroup(Group):
         self._settings, self._warned = settings, False
         #: Held by the thread that restarts the workers: `end_waits` is not for another restart.
         self.restarts = threading.RLock()
-        #: What workers prove to each other that they know; each restart takes another one.
+        #: The secret that workers prove to know; each restart takes another one.
         self._secret = secrets.token_bytes(32)
         #: For each rank where its processes are joined; None where it has but one.
         self._coordinators: list[str | None] = [None] * settings.num_ranks

@@ -222,7 +222,7 @@ class Handles:
 
     def __init__(self, mesh: Any, group: Any):
         self.mesh, self.group = mesh, group
-        #: How often the mesh has been restarted; arrays from before are lost.
+        #: The number of restarts of the mesh; arrays from before are lost.
         self.incarnation = 0
         self._next = 1
         #: The handles that are referred to, by id, and those that are not any more. The end of a

@@ -15,7 +15,7 @@ from jaxpp import _compat
 from jaxpp.runtime.transport import PeerLost, TransportError
 
 _END = "All ranks have ended the step; arrays on the mesh are lost."
-#: What the user of a `RemoteMpmdMesh` can do after a failure.
+#: The way out for the user of a `RemoteMpmdMesh` after a failure.
 RESTART = "Call mesh.restart() and load the last checkpoint to go on."
 
 
@@ -160,7 +160,7 @@ def _told_by(error: BaseException) -> str:
 
 # ---- the error of all ranks ---------------------------------------------------------------------
 
-#: What has been heard of workers, by their numbers, in the order in which it came.
+#: The news of workers, by their numbers, in the order in which they came.
 Reports = Mapping[int, Failure | Death]
 
 

@@ -1,4 +1,4 @@
-"""What meshes over several processes have in common: steps, arrays, traces, functions on ranks."""
+"""The base of meshes over several processes: steps, arrays, traces, functions on ranks."""
 
 import atexit
 import contextlib

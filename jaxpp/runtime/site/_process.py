@@ -77,7 +77,7 @@ class Process:
         self.get: Callable[[Any], Any]
         #: Called with each array that a rank has loaded: the rank, the batch, which one, its value.
         self.took: Callable[[int, int, int, Any], None] = lambda *_: None
-        #: What the ranks run, by number.
+        #: The programs of the ranks, by number.
         self.computations: dict[int, WithSettings] = {}
         self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))
         if processes > 1:

@@ -60,7 +60,7 @@ class Library:
         #: stage, and the user's line that it begins with.
         self._steps: dict[int, tuple[tuple[Loading, ...], Mapping[str, str]]] = {}
         self._carried: dict[int, Any] = {}
-        #: Whether a computation has had effects, such as a print.
+        #: True if a computation has had effects, such as a print.
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
         self._known: dict[Any, tuple[int, Any]] = {}

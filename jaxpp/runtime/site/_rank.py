@@ -28,7 +28,7 @@ class Rank:
         self.loader = Loader(site.get)
         #: Tells whether the step waits for a batch that this rank loads itself.
         self.feeds = False
-        #: What the ranks of the process run, by number.
+        #: The programs of the ranks of the process, by number.
         self.computations: dict[int, WithSettings] = site.computations
         self._site, self._end = site, site.end
         #: For each step its executor, and for each input of the program what makes it.

@@ -42,7 +42,7 @@ class Watch:
         self.members = list(members)
         self._timeout, self._describe, self._advice = timeout, describe, advice
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        #: What has been heard, in its order. Only the thread of the watch changes it.
+        #: The news, in their order. Only the thread of the watch changes it.
         self.reports: dict[int, Failure | Death] = {}
         self._first = 0.0
         #: For each process how long it has been silent.

@@ -46,7 +46,7 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
                     for slot in slots:
                         made.pop(slot, None)
     runs = [i for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
-    # What a task reads of another one in the same run is in no slot.
+    # A value that a task reads of another one in the same run is in no slot.
     read = [pair[::-1] for run in runs for pair in itertools.combinations(run.tasks, 2)]
     for run, maker in reads:
         while isinstance(maker, tuple):

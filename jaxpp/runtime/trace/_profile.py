@@ -16,7 +16,7 @@ from jaxpp.runtime.trace._result import Where
 #: the device, for the number of each launch its start and end in nanoseconds since the profile's
 #: clock event. Each launch of an executable has the next number.
 Profiled = Mapping[tuple[str, int], Mapping[int, tuple[int, int]]]
-#: When a run was dispatched, started and ended; None where that was not seen.
+#: The times at which a run was dispatched, started and ended; None where that was not seen.
 Seen = tuple[int, Any, Any]
 #: A run may be seen to start so long before its dispatch, in nanoseconds: clocks are not exact.
 _SLACK = 200_000

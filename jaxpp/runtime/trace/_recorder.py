@@ -17,7 +17,7 @@ from jaxpp.runtime.trace._clock import clock
 from jaxpp.runtime.trace._profile import Module, Seen, match, module_of, read_profile
 from jaxpp.runtime.trace._result import Where
 
-#: How long to wait for what devices compute, in seconds.
+#: The seconds to wait for what devices compute.
 _TIMEOUT = 60.0
 
 

@@ -16,7 +16,7 @@ from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading, clock
 from jaxpp.runtime.trace._recorder import Recorder, Records, wait_for_runs
 from jaxpp.runtime.trace._result import Trace
 
-#: Where the times of runs come from: JAX's profile, or threads that wait for results.
+#: The source of the times of runs: JAX's profile, or threads that wait for results.
 Times = Literal["profile", "waits"]
 
 
@@ -25,8 +25,8 @@ class Tracing:
     """A running trace, into a directory."""
 
     directory: pathlib.Path
-    #: What the clocks of this process said at its start, and for the first rank of each process a
-    #: time, and what its clock was then behind that of this one.
+    #: The clocks of this process at its start, and for the first rank of each process a time, and
+    #: by how much its clock was then behind that of this one.
     started: Reading
     clocks: dict[int, Offset]
     #: The programs of each step that is called, by its number; the mesh adds them.

@@ -26,7 +26,7 @@ class Peer:
     #: Writes what cannot be written at once: the messages of `tasks`, until it gets None there.
     thread: threading.Thread | None = None
     tasks: "queue.SimpleQueue[Any]" = dataclasses.field(default_factory=queue.SimpleQueue)
-    #: What has not been written, each with its `arrays` whose values it waits for.
+    #: The messages that are not written yet, each with the `arrays` whose values it waits for.
     unsent: collections.deque[Any] = dataclasses.field(default_factory=collections.deque)
     #: Why the process cannot be reached any more, and whether all that came has been read.
     lost: str = ""
@@ -55,8 +55,8 @@ class Connections:
         #: Called, on some thread, with the error when a process is lost or after an abort.
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._error: BaseException | None = None
-        #: What has arrived, by program, call and tag: with its arrays, or with its bytes if it is
-        #: small or its types unknown.
+        #: The messages that have arrived, by program, call and tag: with their arrays, or with
+        #: their bytes if they are small or of unknown types.
         self.mail: dict[tuple[int, ...], Read] = {}
         #: The connections, by the first rank of the process.
         self.peers: dict[int, Peer] = {}
@@ -71,7 +71,7 @@ class Connections:
         self._poll = select.poll()
         self._poll.register(self._heard, select.POLLIN)
         self._door = Door(f"accept-{rank}", secret, address, self._add)
-        #: Where others reach this process.
+        #: The address at which others reach this process.
         self.addresses = self._door.addresses
 
     # ---- opening --------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Unpacker:
         starts = [0, *itertools.accumulate(padded(t.nbytes) for t in sent)]
         #: The number of bytes of a message.
         self.nbytes = starts.pop()
-        #: Whether the thread that reads a message makes its arrays.
+        #: True if the thread that reads a message makes its arrays.
         self.at_once = self.nbytes > SMALL
         self._places = [slice(at, at + t.nbytes) for at, t in zip(starts, sent, strict=True)]
         small = not self._shared and self.nbytes <= SMALL

@@ -213,7 +213,7 @@ class Door:
 
     def _let_in(self, connection: socket.socket) -> None:
         admitted = False
-        # What a stranger says makes many sorts of errors there, an AssertionError too.
+        # The words of a stranger make many sorts of errors there, an AssertionError too.
         with contextlib.suppress(Exception), _words(connection) as words:
             deliver_challenge(words, self._secret)
             answer_challenge(words, self._secret)

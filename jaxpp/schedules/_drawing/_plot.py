@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
 
 _IDLE = "#f1f1f1"
-#: What a rank does after its last task.
+#: The name of a rank's time after its last task.
 _AFTER = (("reduction", "#5b7f95"), ("optimizer", "#7a9e7e"))
 _MARGIN_INCHES = 0.8
 _WIDEST_INCHES = 13.0  # a page of the site, or a cell of a notebook, with 160 points an inch

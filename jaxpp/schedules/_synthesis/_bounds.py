@@ -53,7 +53,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules.simulator import Problem
+from jaxpp.schedules.simulator import OrderProblem
 
 #: The number of last tasks of each op whose heads count where earlier tasks are added up.
 _RECENT = 6
@@ -95,7 +95,7 @@ class _Direction:
     excess: Sequence[Sequence[tuple[float, float]]]
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: OrderProblem) -> float:
     """Returns a value that no table beats; the proofs are above.
 
     Args:
@@ -110,7 +110,7 @@ def lower_bound(problem: Problem) -> float:
     return max(_bound(problem, ops, ways, rank) for rank in ranks)
 
 
-def _telling(problem: Problem, ops: _Ops, most: int = 6) -> list[int]:
+def _telling(problem: OrderProblem, ops: _Ops, most: int = 6) -> list[int]:
     """Finds the ranks whose spans are likely to be the longest; a bound on any is a bound."""
     ranks = range(problem.num_ranks)
     work = [sum(ops.time[op] for op in own) for own in problem.rank_ops]
@@ -119,7 +119,7 @@ def _telling(problem: Problem, ops: _Ops, most: int = 6) -> list[int]:
     return sorted({*longest[: most // 2], *sorted(ranks, key=lambda r: -work[r])[: most // 2]})
 
 
-def _bound(problem: Problem, ops: _Ops, ways: Sequence[_Direction], rank: int | None) -> float:
+def _bound(problem: OrderProblem, ops: _Ops, ways: Sequence[_Direction], rank: int | None) -> float:
     """Returns a bound on the makespan, or on the span of a rank."""
     m = problem.num_microbatches
     heads, tails = (_earliest(problem, ops, way, rank) for way in ways)
@@ -138,7 +138,7 @@ def _bound(problem: Problem, ops: _Ops, ways: Sequence[_Direction], rank: int | 
     return best
 
 
-def _ops(problem: Problem) -> _Ops:
+def _ops(problem: OrderProblem) -> _Ops:
     m, count = problem.num_microbatches, len(problem.ops)
     time = [min(problem.time[op * m : op * m + m]) for op in range(count)]
     change = [min(problem.change[op * m : op * m + m]) for op in range(count)]
@@ -160,7 +160,7 @@ def _ops(problem: Problem) -> _Ops:
     return _Ops(time, inputs, readers, problem.sorted_ops, before, after, frees, change, chains)
 
 
-def _chains(problem: Problem, change: Sequence[float], rank: int) -> list[list[int]]:
+def _chains(problem: OrderProblem, change: Sequence[float], rank: int) -> list[list[int]]:
     """Groups a rank's ops by stage; none where a microbatch leaves or lends memory."""
     if problem.limits[rank] == math.inf:
         return []
@@ -173,7 +173,7 @@ def _chains(problem: Problem, change: Sequence[float], rank: int) -> list[list[i
     return list(stages.values()) if sound else []
 
 
-def _direction(problem: Problem, ops: _Ops, sign: int) -> _Direction:
+def _direction(problem: OrderProblem, ops: _Ops, sign: int) -> _Direction:
     count = range(len(ops.time))
     freed: list[list[tuple[int, int]]] = [[] for _ in count]
     for op, pairs in enumerate(ops.frees):
@@ -191,7 +191,7 @@ def _direction(problem: Problem, ops: _Ops, sign: int) -> _Direction:
 
 
 def _excess(
-    problem: Problem,
+    problem: OrderProblem,
     ops: _Ops,
     sets: Sequence[Sequence[tuple[int, int]]],
     freeing: Sequence[Sequence[int]],
@@ -287,7 +287,7 @@ def _least_time(options: Sequence[tuple[float, float, int]], amount: float) -> f
 
 
 def _freed_by(
-    problem: Problem, at: dict[tuple[Kind, int], int], change: list[float], op: int, stage: int
+    problem: OrderProblem, at: dict[tuple[Kind, int], int], change: list[float], op: int, stage: int
 ) -> list[tuple[int, int]]:
     limit, a = problem.limits[problem.op_rank[op]], change[op]
     if limit == math.inf:
@@ -306,7 +306,7 @@ def _freed_by(
 
 
 def _earliest(
-    problem: Problem, ops: _Ops, direction: _Direction, rank: int | None
+    problem: OrderProblem, ops: _Ops, direction: _Direction, rank: int | None
 ) -> list[list[float]]:
     """Returns for each op and microbatch the earliest start, from 0 or a rank's first start.
 
@@ -390,7 +390,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
     return best
 
 
-def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
+def _residence(problem: OrderProblem, ops: _Ops, rank: int) -> float:
     """Returns the area of memory and time that a rank's tasks take up, over the rank's limit."""
     m, limit = problem.num_microbatches, problem.limits[rank]
     if limit == math.inf:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpp import _messages
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules.simulator import Problem, evaluate
+from jaxpp.schedules.simulator import OrderProblem, evaluate
 
 #: The steps in the longest time, where times are not whole numbers of a longer step.
 _STEPS = 1000
@@ -19,7 +19,7 @@ _WORKERS = 8
 
 
 def solve(
-    problem: Problem,
+    problem: OrderProblem,
     orders: Sequence[Sequence[int]],
     bound: float,
     work_limit: float,
@@ -77,7 +77,7 @@ def solve(
     return found, proved
 
 
-def _in_steps(problem: Problem, step: float) -> Problem:
+def _in_steps(problem: OrderProblem, step: float) -> OrderProblem:
     """Returns the problem in whole numbers of steps, rounded down."""
 
     def rounded(time: float) -> float:
@@ -89,7 +89,9 @@ def _in_steps(problem: Problem, step: float) -> Problem:
     return dataclasses.replace(problem, time=[*map(rounded, problem.time)], outputs=outputs)
 
 
-def _model(model: Any, whole: Problem, problem: Problem, horizon: int) -> tuple[list[Any], Any]:
+def _model(
+    model: Any, whole: OrderProblem, problem: OrderProblem, horizon: int
+) -> tuple[list[Any], Any]:
     """Adds all that tasks have to keep to; returns their starts, and the goal."""
     m, time = whole.num_microbatches, [*map(int, whole.time)]
     starts = [model.new_int_var(0, horizon, "") for _ in time]
@@ -120,7 +122,7 @@ def _model(model: Any, whole: Problem, problem: Problem, horizon: int) -> tuple[
 
 
 def _limit_memory(
-    model: Any, problem: Problem, rank: int, tasks: Sequence[int], starts: Any, time: Any
+    model: Any, problem: OrderProblem, rank: int, tasks: Sequence[int], starts: Any, time: Any
 ) -> None:
     """Lets a rank hold no more than its limit, in whole numbers of a millionth of a change."""
     if problem.limits[rank] == math.inf:
@@ -137,7 +139,7 @@ def _limit_memory(
         model.add_reservoir_constraint(times, changes, least, most)
 
 
-def _step(problem: Problem) -> float:
+def _step(problem: OrderProblem) -> float:
     """Finds, among a few steps, the longest one that divides all times; or else a fine one."""
     delays = (delay for own in problem.outputs for _, each in own for delay in each)
     times = {*problem.time, *delays} - {0.0}

@@ -9,13 +9,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from jaxpp.schedules.simulator import Problem, Times, evaluate
+from jaxpp.schedules.simulator import OrderProblem, Times, evaluate
 
 
 class Justifier:
     """Justifies the orders of a problem."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: OrderProblem):
         """Collects for each task what it waits for, in time and against it."""
         m = problem.num_microbatches
         self.problem = problem

@@ -12,7 +12,7 @@ from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, chain
-from jaxpp.schedules.simulator import Problem, Rule
+from jaxpp.schedules.simulator import OrderProblem, Rule
 
 
 def catalogue_tables(
@@ -90,7 +90,7 @@ def _variants(
             continue
 
 
-def one_at_a_time(problem: Problem) -> list[list[int]]:
+def one_at_a_time(problem: OrderProblem) -> list[list[int]]:
     """Returns orders that end each microbatch before the next one: no others hold less."""
     m, sequence = problem.num_microbatches, []
     # Weight gradients first, as they free the most; then backwards, which need all forwards.
@@ -116,7 +116,7 @@ class Rules:
     bubbles than another one.
     """
 
-    def __init__(self, problem: Problem, bound: float):
+    def __init__(self, problem: OrderProblem, bound: float):
         """Makes the rules for a problem and its lower bound."""
         m = problem.num_microbatches
         self.problem, self.bound = problem, bound
@@ -233,7 +233,7 @@ class Rules:
         return Rule(offsets, [period] * len(offsets), window, idle, patience)
 
 
-def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:
+def _alone(problem: OrderProblem, time: Sequence[float]) -> tuple[list[float], list[float]]:
     """Returns for each op the earliest start and the time to the end, for one microbatch alone."""
     head, tail = [0.0] * len(time), [0.0] * len(time)
     for op in problem.sorted_ops:

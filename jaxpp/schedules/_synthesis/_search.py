@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from jaxpp.schedules._synthesis._justify import Justifier
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
 from jaxpp.schedules._synthesis._tabu import escape
-from jaxpp.schedules.simulator import Problem, Rule, Times, evaluate, list_schedule
+from jaxpp.schedules.simulator import OrderProblem, Rule, Times, evaluate, list_schedule
 
-#: How much worse than the best a list schedule may be; justified, it may still become the best.
+#: A list schedule may be so much worse than the best; justified, it may still become the best.
 _MUCH_WORSE = 1.1
 
 #: The tasks that local search runs at most, over all tables that it evaluates.
@@ -21,7 +21,7 @@ _MOST_WORK = 12_000_000
 #: They do not depend on the number that is allowed, so a larger one goes on where a smaller ended.
 _LENGTHS = (100, 500, 1200, 4000)
 
-#: What a step of tabu search counts, in evaluations.
+#: A step of tabu search counts as so many evaluations.
 _STEP = 4
 
 #: The evaluations of local search for each list schedule by a rule that is near another one.
@@ -47,7 +47,7 @@ class Found:
 class Search:
     """A search for the best orders of one problem."""
 
-    def __init__(self, problem: Problem, bound: float, deadline: float):
+    def __init__(self, problem: OrderProblem, bound: float, deadline: float):
         """Starts with nothing found; the search ends at the bound, or at the deadline."""
         self.problem, self.bound, self.deadline = problem, bound, deadline
         self.justifier = Justifier(problem)

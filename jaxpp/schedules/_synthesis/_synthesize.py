@@ -23,7 +23,7 @@ from jaxpp.schedules._synthesis._fitting import fitted, offloads_to_fit
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Table, Task
-from jaxpp.schedules.simulator import Objective, Problem, shape_of
+from jaxpp.schedules.simulator import Objective, OrderProblem, shape_of
 
 _Model = TypeVar("_Model", Costs, Memory)
 
@@ -74,7 +74,7 @@ class Synthesis:
 
 
 class SearchOptions(TypedDict, total=False):
-    """How long `synthesize` searches.
+    """The limits of a search by `synthesize`.
 
     Attributes:
       evaluations: how many tables local search evaluates, fewer where they have more than some 6000
@@ -99,7 +99,7 @@ class SearchOptions(TypedDict, total=False):
     time_limit: float
 
 
-#: What the numbers of the options have to be.
+#: The kinds of number that the options have to be.
 _NUMBERS = {
     "evaluations": "an integer of at least 0",
     "exact": "a number of at least 0",
@@ -173,7 +173,7 @@ def synthesize(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a table is made for; the fields are the arguments of `synthesize`."""
+    """A case that a table is made for; the fields are the arguments of `synthesize`."""
 
     costs: Costs
     placement: tuple[tuple[int, ...], ...]
@@ -212,7 +212,7 @@ class Case:
         whole = self.costs.backward is None and self.memory.backward is None
         return self.split_backward and not whole
 
-    def problem(self, split: bool) -> Problem:
+    def problem(self, split: bool) -> OrderProblem:
         """Numbers the tasks, with the backward whole or split; microbatches take turns."""
         sizes = len(self.placement[0]), len(self.placement), self.num_microbatches
         table, ops, readers = shape_of(*sizes, self.graph, split)
@@ -220,7 +220,7 @@ class Case:
         ranks = [*itertools.chain(*self.placement)]
         op_rank = [ranks[stage] for _, stage in ops]
         limits = [limit + 1e-9 * abs(limit) for limit in self.limits]
-        empty = Problem(table, ops, op_rank, [], [], limits, [], self.objective)
+        empty = OrderProblem(table, ops, op_rank, [], [], limits, [], self.objective)
         m = empty.num_microbatches
         tasks = [empty.task(n) for n in range(len(ops) * m)]
 
@@ -368,7 +368,7 @@ def _check_arguments(num_microbatches: int, directions: int, objective: str) -> 
         raise ValueError(f"objective is 'wall' or 'span', got {objective!r}.")
 
 
-def _check_feasible(problems: Sequence[Problem], limits: Sequence[float]) -> None:
+def _check_feasible(problems: Sequence[OrderProblem], limits: Sequence[float]) -> None:
     """Checks that one microbatch alone fits; then all fit, one after the other."""
     needed = [problem.peaks(one_at_a_time(problem)) for problem in problems]
     for rank, limit in enumerate(limits):

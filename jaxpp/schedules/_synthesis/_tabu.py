@@ -17,9 +17,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxpp.schedules.simulator import Problem, Times, evaluate
+from jaxpp.schedules.simulator import OrderProblem, Times, evaluate
 
-#: How far from an end of a stretch the tasks are that move over it, and how far out of it.
+#: The distances from an end of a stretch of the tasks that move over it, and out of it.
 _NEAR, _BEYOND = 4, 2
 #: Of how many stretches the moves are compared in a step.
 _STRETCHES = 8
@@ -39,7 +39,7 @@ class _Move(NamedTuple):
 
 
 def escape(
-    problem: Problem,
+    problem: OrderProblem,
     orders: Sequence[Sequence[int]],
     steps: int,
     target: float,
@@ -76,7 +76,7 @@ def escape(
 
 
 def _moves(
-    problem: Problem, orders: Sequence[list[int]], times: Times, choose: random.Random
+    problem: OrderProblem, orders: Sequence[list[int]], times: Times, choose: random.Random
 ) -> Iterator[_Move]:
     """Returns the moves near the ends of some stretches of the critical path."""
     tails, last_tails = _tails(problem, orders, times)
@@ -113,7 +113,7 @@ def _moves(
 
 
 def _stretches(
-    problem: Problem, orders: Sequence[Sequence[int]], ends: list[float]
+    problem: OrderProblem, orders: Sequence[Sequence[int]], ends: list[float]
 ) -> Iterator[tuple[int, int, int]]:
     """Finds the stretches of the critical path, from its end: a rank, its first and last place."""
     time, remote = problem.time, problem.remote
@@ -146,7 +146,7 @@ def _stretches(
 
 
 def _shifted(
-    problem: Problem,
+    problem: OrderProblem,
     rank: int,
     order: Sequence[int],
     at: int,
@@ -183,7 +183,7 @@ def _shifted(
 
 
 def _tails(
-    problem: Problem, orders: Sequence[Sequence[int]], times: Times
+    problem: OrderProblem, orders: Sequence[Sequence[int]], times: Times
 ) -> tuple[list[float], list[float]]:
     """Returns for each task the time from its start to the end of all, and what a rank ends with.
 
@@ -208,7 +208,7 @@ def _tails(
 
 
 def _estimate(
-    problem: Problem,
+    problem: OrderProblem,
     segment: Sequence[int],
     now: float,
     tail: float,

@@ -10,10 +10,10 @@ from jaxpp.schedules.simulator._join import join as join
 from jaxpp.schedules.simulator._list_schedule import Rule as Rule
 from jaxpp.schedules.simulator._list_schedule import list_schedule as list_schedule
 from jaxpp.schedules.simulator._problem import Objective as Objective
+from jaxpp.schedules.simulator._problem import OrderProblem as OrderProblem
 from jaxpp.schedules.simulator._problem import Orders as Orders
-from jaxpp.schedules.simulator._problem import Problem as Problem
 from jaxpp.schedules.simulator._problem import Times as Times
 from jaxpp.schedules.simulator._problem import evaluate as evaluate
 from jaxpp.schedules.simulator._problem import shape_of as shape_of
-from jaxpp.schedules.simulator._run import Run as Run
+from jaxpp.schedules.simulator._run import RunTimes as RunTimes
 from jaxpp.schedules.simulator._run import run as run

@@ -56,7 +56,7 @@ class _Joining:
                 self.readers[other].append(n)
         #: For each task, how many of those behind it have not ended.
         self.waits = list(map(len, behind))
-        self.ranks = [_Rank(own, change, has_room) for own in loops]
+        self.ranks = [_LeftOfRank(own, change, has_room) for own in loops]
         self.in_loops = {n for own in loops for row in own for n in row}
         #: The tasks that have their place.
         self.order: dict[int, None] = {}
@@ -104,8 +104,8 @@ class _Joining:
             todo += lacking
 
 
-class _Rank:
-    """What a rank has left to run: a row of tasks for each loop."""
+class _LeftOfRank:
+    """The tasks that a rank has left to run: a row for each loop."""
 
     def __init__(self, loops: Sequence[Sequence[int]], change: Sequence[float], has_room: bool):
         self.rows, self.change = [collections.deque(row) for row in loops], change

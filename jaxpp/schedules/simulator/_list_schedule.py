@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules.simulator._problem import Problem
+from jaxpp.schedules.simulator._problem import OrderProblem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Rule:
 
 
 def list_schedule(
-    problem: Problem, rule: Rule, room: Sequence[float] = ()
+    problem: OrderProblem, rule: Rule, room: Sequence[float] = ()
 ) -> tuple[list[list[int]], list[float]] | None:
     """Schedules all tasks in the order of time, each rank by the rule.
 
@@ -67,10 +67,10 @@ def list_schedule(
     Returns:
       The orders, and when each rank ends; None where a rank is idle for longer, or ranks get stuck.
     """
-    return _Ranks(problem, rule, room or [math.inf] * problem.num_ranks).run()
+    return _RankQueues(problem, rule, room or [math.inf] * problem.num_ranks).run()
 
 
-class _Ranks:
+class _RankQueues:
     """The ranks of a problem while a rule schedules their tasks.
 
     A forward runs only if the rank's memory allows it. After it, the rank must still be able to end
@@ -80,7 +80,7 @@ class _Ranks:
     one microbatch alone fits and input gradients free memory or keep it.
     """
 
-    def __init__(self, problem: Problem, rule: Rule, room: Sequence[float]):
+    def __init__(self, problem: OrderProblem, rule: Rule, room: Sequence[float]):
         m, ranks = problem.num_microbatches, range(problem.num_ranks)
         self.problem, self.rule, self.room = problem, rule, list(room)
         self.m, (self.places, self.tasks) = m, rule.places(m)
@@ -122,7 +122,7 @@ class _Ranks:
         time, op_rank, outputs = self.problem.time, self.problem.op_rank, self.problem.outputs
         pending, handed = self._start()
         arrival, left = [0.0] * len(time), len(time)
-        # What happens next: the inputs of a task arrive, or a rank is free, as the task -1.
+        # The next events: the inputs of a task arrive, or a rank is free, as the task -1.
         events = [(0.0, rank, -1) for rank in range(len(free))]
         busy, plain, orders, room = [True] * len(free), self.plain, self.orders, self.room
         while events:

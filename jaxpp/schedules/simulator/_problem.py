@@ -16,7 +16,7 @@ Orders = Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
+class OrderProblem:
     """All tasks of a pipeline, numbered: task `op * num_microbatches + microbatch`.
 
     An op is a kind of task of a stage. Where there are several directions, each has its own stages,
@@ -221,7 +221,7 @@ class Times:
     sequence: list[int] = dataclasses.field(default_factory=list, repr=False)
 
 
-def evaluate(problem: Problem, orders: Orders) -> Times | None:
+def evaluate(problem: OrderProblem, orders: Orders) -> Times | None:
     """Runs orders as `simulate` would, for the objective alone; None where they deadlock.
 
     The orders must respect the dependencies within a rank: tasks wait here only for other ranks.

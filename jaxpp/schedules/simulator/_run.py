@@ -7,7 +7,7 @@ from typing import NamedTuple
 Needs = Sequence[Sequence[tuple[int, float]]]
 
 
-class Run(NamedTuple):
+class RunTimes(NamedTuple):
     """The times of tasks, by number; -1 where a task did not run.
 
     Args:
@@ -28,7 +28,7 @@ def run(
     needs: Needs,
     rows: Sequence[Sequence[int]],
     end_of: Mapping[int, Callable[[float, list[float]], float]] | None = None,
-) -> Run:
+) -> RunTimes:
     """Runs each row in order, each task as soon as the one before it and its needs allow.
 
     A row is all that runs one task after the other: a rank, its copies, or a link.
@@ -75,4 +75,4 @@ def run(
             break
         free[row], at[row] = now, cursor
     stuck = {row: (rows[row][at[row]], need) for need, own in waiting.items() for row in own}
-    return Run(starts, ends, sequence, stuck)
+    return RunTimes(starts, ends, sequence, stuck)

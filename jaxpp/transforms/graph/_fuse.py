@@ -12,7 +12,7 @@ from jaxpp import _compat, jaxprs
 from jaxpp.schedules import Kind, Task
 from jaxpp.transforms.graph._graph import Body, GraphTask, GraphValue, TaskGraph
 
-#: Which tasks become one: none; two that the table has run together; and all without a message
+#: The tasks that become one: none; two that the table has run together; and all without a message
 #: between them, too.
 Fuse = Literal["none", "pairs", "chains"]
 

@@ -305,7 +305,7 @@ class _ProgramWriter:
         self.num_slots = 0
         #: The values that nothing uses after the last run.
         self.ending: list[GraphValue] = []
-        #: What the device computed last, if nothing has waited for it.
+        #: The last computation of the device, if nothing has waited for it.
         self.computed: tuple[GraphValue, ...] = ()
 
     def slot(self, value: GraphValue) -> int:

@@ -32,7 +32,7 @@ from jaxpp.transforms.inside._shardy import MaybeSpec, variable_specs
 from jaxpp.transforms.stages import call_as, called_as
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
-#: How the values of two replicas are combined, and those of several devices, by a collective; None
+#: Combines the values of two replicas, and those of several devices, by a collective; None
 #: where they are gathered: an all-reduce of a maximum may drop NaN, which `jnp.maximum` keeps.
 _COMBINE: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     "sum": (jnp.add, jax.lax.psum),
@@ -315,7 +315,7 @@ def cost_of_sharing(step: Step) -> str:
     return ""
 
 
-#: What lies between a batch and its slices.
+#: The primitives that lie between a batch and its slices.
 _SLICING = ("reshape", "transpose", "sharding_constraint")
 
 

@@ -101,7 +101,10 @@ def _splits(eqn: Eqn) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """How a jaxpr's outputs are split; `key` has its structure, its inputs' specs and the axes."""
+    """A question to Shardy: how are a jaxpr's outputs split?
+
+    `key` has the jaxpr's structure, its inputs' specs and the axes.
+    """
 
     key: tuple[Any, tuple[MaybeSpec, ...], tuple[tuple[str, int], ...]]
     jaxpr: jex.ClosedJaxpr = dataclasses.field(compare=False)  # keeps what the structure names

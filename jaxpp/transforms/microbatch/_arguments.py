@@ -39,7 +39,7 @@ class ArgumentLeaf:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether each slice gets a part of it."""
+        """True if each slice gets a part of it."""
         return isinstance(self.axis, int)
 
     def whole_unless_array(self) -> "ArgumentLeaf":

@@ -126,7 +126,7 @@ def _is_same(x: Any, y: Any) -> bool:
 
 # ---- warnings of reductions that were hardly meant -----------------------------------------------
 
-#: Where flax and others keep what its "gradient" overwrites: the scales of float8, and maxima.
+#: The name under which flax keeps values that a "gradient" overwrites: scales of float8, maxima.
 _OVERWRITTEN = "_overwrite_with_gradient"
 
 

@@ -84,7 +84,7 @@ class Carry:
     merge: Any = None
 
 
-#: What combines an output.
+#: A name or an object that says how an output is combined.
 Reduction = Fold | Collect | Carry
 
 

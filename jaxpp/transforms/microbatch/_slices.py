@@ -383,7 +383,7 @@ def _folded(combine: Any, rows: Any) -> Any:
     return functools.reduce(combine, values)
 
 
-#: How rows are combined, by name; each function is one, so that it is traced once for a type.
+#: Combines rows, by name; each function is one, so that it is traced once for a type.
 _MERGES: dict[str, Callable[[Any], Any]] = {
     "sum": functools.partial(_folded, jnp.add),
     "max": functools.partial(_folded, jnp.maximum),

@@ -25,7 +25,7 @@ from jaxpp.transforms.tasks import ScheduledLoop, handed_on, row_type, rows_type
 
 @dataclasses.dataclass(frozen=True)
 class ArraysOfTask:
-    """Which arrays of all microbatches the computation of a task takes.
+    """The arrays of all microbatches that the computation of a task takes.
 
     Its inputs are those of the task, with the arrays in place of slices; its constants; the number
     of the microbatch, if it `is_indexed`; and the buffers. Its outputs are those of the task, with
@@ -49,7 +49,7 @@ class ArraysOfTask:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether the computation takes the number of its microbatch."""
+        """True if the computation takes the number of its microbatch."""
         return any(a is not None for a in (*self.slices, *self.buffers))
 
 
@@ -99,17 +99,17 @@ class LoopTasks:
         self.beside = {a: b for own in orders for a, b in own if a in loop.table.overlaps}
         self.order = [t for _, t in schedules.execution_order(loop.table, loop.dependencies)]
         self.results = dict(zip(loop.results, eqn.outvars, strict=True))
-        #: What keeps a result of the body: its carry, or a buffer of its own.
+        #: The keeper of each result of the body: its carry, or a buffer of its own.
         self.kept_in: dict[Any, Any] = dict(zip(loop.carry_outs, loop.carries, strict=True))
         self.kept_in.update((v, v) for v in loop.ys)
         self.shared = self._operands_of(eqn)
-        #: How the operands that are gathered are split then.
+        #: The specs of the operands that are gathered, after that.
         self.whole = {
             values.operand(atom): spec
             for atom in jaxprs.variables(eqn.invars[: loop.num_consts])
             if (spec := values.fact(atom).whole) is not None
         }
-        # What a task hands on for its stage is the operand, as long as the task has not run.
+        # A value that a task hands on for its stage is the operand until the task has run.
         for own in (t for t in loop.tasks if t.params["key"].kind.of_stage):
             pairs = itertools.product(handed_on(own).items(), range(loop.num_directions))
             self.shared |= {(v, d): self.shared[read, d] for (v, read), d in pairs}

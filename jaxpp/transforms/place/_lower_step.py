@@ -262,21 +262,26 @@ def _resolve_mesh(
     tables = [e.params["table"] for e in eqns if is_loop(e)]
     forward = all(t.forward_only for t in tables) and not any(map(is_backward_call, eqns))
     several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({each})"
-    lines = [line for _, line in sorted(begins.items()) if line]
-    given_is = f"the schedule runs on {count} ranks"
+    per = max(len(program.stages) for program in programs)
+    held = f"{_counted(stages, 'stage')} on {_counted(count, 'rank')}"
+    held += f" ({_counted(per, 'stage')} per rank)"
+    given_is = f"the schedule puts {held}"
     if not tables:
-        given_is = (
-            f"the function has {count} stage{'s' * (count > 1)} and no schedule: each runs on a "
-            f"rank of its own"
-        )
+        given_is = f"the function has {held} and no schedule: each runs on a rank of its own"
         several = f"schedule(microbatch(fun, M), {several})"
-    given_is += f" (stages begin at {listed(lines)})" if lines else ""
+    wanted, left = divmod(stages * mesh.num_ranks, count)
+    cut = f"cut into {_counted(wanted, 'stage')} (num_stages=, the names in at=, the marks), or "
+    several = f", or give a rank {each} stages: {several}" if each > 1 and not rest else ""
+    lines = [line for _, line in sorted(begins.items()) if line]
     raise ValueError(
-        f"place: {given_is}, but the mesh has {mesh.num_ranks}; make them equal, by the "
-        f"number of cuts (num_stages=, the names in at=, the marks) or by the mesh (one whose "
-        f"devices list repeats a device lets ranks share it)"
-        + (f", or give a rank {each} stages: {several}." if each > 1 and not rest else ".")
+        f"place: {given_is}, but the mesh has {_counted(mesh.num_ranks, 'rank')}; "
+        f"{'' if left else cut}take a mesh of {count} (its devices list may repeat a device)"
+        f"{several}." + (f"\nStages begin at {listed(lines)}." if lines else "")
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s'[: number != 1]}"
 
 
 def _first_lines(eqns: Sequence[Eqn]) -> dict[int, str]:

@@ -356,7 +356,8 @@ class Placed(HasPrograms, Generic[P, R]):
     def _last(self) -> Compiled:
         if not self._cache:
             raise ValueError(
-                "The placed function has not been called yet; use lower(*args).programs."
+                "The placed function has not been called yet; use lower(*args) for as_text() and "
+                "programs, and lower(*args).compile() for describe(), flops and mfu()."
             )
         return self._cache[0]
 

@@ -48,7 +48,7 @@ class _Placer:
         self.outs = list(step.jaxpr.jaxpr.outvars)
         #: The places that run each equation, but for loops and what is repeated where it is read.
         self.place_of: dict[int, Place] = {}
-        #: Where loops, and stages called outside of them, read variables that are computed there.
+        #: The places of loops, and of stages outside of them, that read variables computed there.
         self.demanded = self._demanded()
         #: The places of arguments that loops read, and of the results of placed equations.
         self.pinned = {v: p for v, p in self.demanded.items() if v not in self.flow.maker}

@@ -208,7 +208,7 @@ class _Outliner:
         number = {result: n for n, result in enumerate(loop.results)}
         for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
             kind, stage = task.params["key"]
-            # What a kind takes, such as `S`, is made apart, later.
+            # A result that a kind takes, such as `S`, is made apart, later.
             of = loop.stage_number(stage, direction), str(kind) * reduces
             own = starts.setdefault(of, [])
             for n in (number[v, direction] for v in task.outvars if (v, direction) in number):

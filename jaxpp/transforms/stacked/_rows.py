@@ -17,7 +17,7 @@ import jax.extend.core as jex
 from jaxpp import _compat, _specs, jaxprs
 from jaxpp.jaxprs import Atom, Aval, Eqn, Jaxpr, Literal, Var, primitives
 
-#: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
+#: The starts of the parts of an array along its first axis, and its size at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
 
 
@@ -89,7 +89,7 @@ _MIXES = {
     **dict.fromkeys(("concatenate", "sort"), "dimension"),
     "rev": "dimensions",
 }
-#: How the results of parts are combined where rows are summed, or reduced in another way.
+#: Combines the results of parts where rows are summed, or reduced in another way.
 _COMBINES: dict[str, Callable[[Any, Any], Any]] = {
     "dot_general": jax.lax.add,
     "reduce_and": jax.lax.bitwise_and,

@@ -68,7 +68,7 @@ class Slicer:
             for v, parts in (given or {}).items()
             for rows, part in zip(self._intervals(v), parts, strict=True)
         }
-        #: What stands for variables that are not in parts, or that are put together.
+        #: The atoms that stand for variables that are not in parts, or that are put together.
         self._whole = jaxprs.Substitution()
         self._zeros: set[Var] = set()
         #: Weakly typed variables as arrays of a strong type.

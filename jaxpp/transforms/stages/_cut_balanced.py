@@ -80,7 +80,8 @@ class UnitCuts(Units):
         crossing: the bytes that cross from each unit, but the last, to those behind it.
         at_least: the number of units that was asked for when the function was cut.
         firsts: the first unit of each stage but the first.
-        names: the names of these units, the modules or scopes that they are; empty for the others.
+        names: the names of these units: the module, the scope, or the parameters that each begins
+            with; empty for the others.
 
     Example:
         >>> print(UnitCuts((8.0, 8.0), 3, (1, 2), ("blocks.1", "")))
@@ -105,7 +106,7 @@ def _sizes(crossing: Sequence[float]) -> str:
     return ", ".join(shown + ["..."] * (len(crossing) > 8)) or "no"
 
 
-#: What balances stages: a name, the cost of an equation, or the measured costs of units.
+#: The measure by which stages are balanced: a name, the cost of an equation, or measured costs.
 Balance = str | jaxprs.Cost | Units | Finest
 
 
@@ -132,7 +133,7 @@ def cut_balanced(
     everywhere = [(scan.number, i) for scan in scans for i in range(scan.length)]
     divided = stacked.divide_scans(jaxpr, arrays, everywhere)
     line = _cuts.ArrangedProgram.of(divided)
-    costed = _Costs.of(line, divided, num_stages, balance, arrays, tolerance)
+    costed = _CostedEquations.of(line, divided, num_stages, balance, arrays, tolerance)
     wanted = balance.at_least if isinstance(balance, Units) else num_stages
     units = _whole_units(costed, calls, scopes, checkpoints, wanted)
     for name in scopes or ():
@@ -141,6 +142,8 @@ def cut_balanced(
     try:
         if isinstance(balance, Units | Finest):
             cuts = costed.unit_cuts(units, balance)
+            if isinstance(balance, Finest):
+                balance.names = _names(costed, units, cuts, model, arrays)
         else:
             way_out = functools.partial(stacked.way_out, jaxpr, arrays)
             cuts = _best_cuts(costed, units, way_out)
@@ -164,7 +167,7 @@ def cost_of(balance: Balance) -> jaxprs.Cost:
 
 
 def _best_cuts(
-    costed: "_Costs",
+    costed: "_CostedEquations",
     units: Sequence[_units.Unit],
     way_out: Callable[[Eqn], str],
 ) -> list[int]:
@@ -188,7 +191,7 @@ def _best_cuts(
 
 
 def _whole_units(
-    costed: "_Costs",
+    costed: "_CostedEquations",
     calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
     checkpoints: jaxprs.Checkpoints,
@@ -225,7 +228,7 @@ def _whole_units(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Costs:
+class _CostedEquations:
     """The equations that depend on arguments, with facts of each.
 
     `heads` has for each the first, from it on, that does not only prepare the next one; `crossing`
@@ -254,14 +257,14 @@ class _Costs:
         balance: Balance,
         arrays: Iterable[Var],
         tolerance: float,
-    ) -> "_Costs":
+    ) -> "_CostedEquations":
         varying = jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
         eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
         heads: list[Eqn] = []
         for eqn in reversed(eqns):
             heads.append(heads[-1] if heads and line.is_lead(eqn) else eqn)
         heads.reverse()
-        crossing = _bytes_from({v: i for i, e in enumerate(eqns) for v in e.outvars}, eqns)
+        crossing = _cuts.bytes_from({v: i for i, e in enumerate(eqns) for v in e.outvars}, eqns)
         for i, head in enumerate(heads):
             if (i > 0 and heads[i - 1] is head) or eqns[i].outvars[0] in divided.joins:
                 crossing[i] = float("inf")
@@ -274,7 +277,7 @@ class _Costs:
             for v in jaxprs.variables(eqn.invars):
                 if v in model:
                     first.setdefault(v, i)
-        shared = _bytes_from(first, eqns)
+        shared = _cuts.bytes_from(first, eqns)
         return cls(
             eqns,
             heads,
@@ -332,8 +335,6 @@ class _Costs:
             return [cuts[first - 1] for first in balance.choose(self.num_stages)]
         cuts = _between_units(units, crossing, self.num_stages)
         balance.crossing = tuple(crossing[cut] for cut in cuts)
-        names = {unit.first: unit.name for unit in units}
-        balance.names = tuple(names.get(cut, "") for cut in (0, *cuts))
         return cuts
 
     def is_slower(self, cuts: Sequence[int], others: Sequence[int]) -> bool:
@@ -347,6 +348,35 @@ class _Costs:
         return [sum(self.costs[a:b]) / total for a, b in bounds]
 
 
+def _names(
+    costed: _CostedEquations,
+    units: Sequence[_units.Unit],
+    cuts: Sequence[int],
+    model: Any,
+    arrays: Sequence[Var],
+) -> tuple[str, ...]:
+    """Names what lies between cuts by its module or scope, or by the parameters it begins with.
+
+    These are a layer, or an array of a layer that has begun before; a unit that reads none begins
+    with those of the next one.
+    """
+    paths = dict(zip(arrays, _modules.array_paths(model), strict=False))
+    reads = [[paths[v] for v in jaxprs.variables(e.invars) if v in paths] for e in costed.eqns]
+    found: list[str] = []
+    seen = {""}
+    for first, end in itertools.pairwise((0, *cuts, len(costed.eqns))):
+        path = next(itertools.chain.from_iterable(reads[first:]), "")
+        place = next(
+            (p for e in costed.eqns[first:end] if (p := costed.places.get(e.outvars[0]))), ()
+        )
+        layer = ".".join([_modules.layer_of(path), *map(str, place[1:])]) if path else ""
+        scope = next((u.name for u in units if first <= u.first < end and u.name), "")
+        found.append(scope or next((name for name in (layer, path) if name not in seen), ""))
+        own = [*itertools.chain.from_iterable(reads[first:end])]
+        seen.update((found[-1], *own, *map(_modules.layer_of, own)))
+    return tuple(found)
+
+
 def _between_units(
     units: Sequence[_units.Unit], crossing: Sequence[float], at_least: int
 ) -> list[int]:
@@ -358,7 +388,7 @@ def _between_units(
     return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
 
 
-def _closed_call(costed: _Costs, way_out_of: Callable[[Eqn], str]) -> str:
+def _closed_call(costed: _CostedEquations, way_out_of: Callable[[Eqn], str]) -> str:
     """Says which uncuttable call has much more than a stage's share of the work, if one has."""
     eqns, costs = costed.eqns, costed.costs
     if not eqns:
@@ -374,14 +404,3 @@ def _closed_call(costed: _Costs, way_out_of: Callable[[Eqn], str]) -> str:
         f"{costs[i] / sum(costs):.0%} of the work, and no cut can be made inside it: {way_out}"
         f"{_stages.order_of_transforms(eqns[i])}"
     )
-
-
-def _bytes_from(begins: Mapping[Var, int], eqns: Sequence[Eqn]) -> list[float]:
-    """Counts for each position the bytes of variables from where they begin to the last reader."""
-    last = {v: i for i, e in enumerate(eqns) for v in jaxprs.variables(e.invars)}
-    change = [0.0] * (len(eqns) + 2)
-    for var, i in begins.items():
-        if var in last:
-            change[i + 1] += jaxprs.nbytes(var)
-            change[last[var] + 1] -= jaxprs.nbytes(var)
-    return list(itertools.accumulate(change[:-1]))

@@ -1,6 +1,7 @@
 """Cuts a program at named scopes or at layers of a stack, and inserts the marks of all cuts."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def _cut_at_scopes(
     over `arrays`, which are inputs of the jaxpr.
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
-    places = _places_in_scopes(jaxpr, names, arrays)
+    places = _places_in_scopes(jaxpr, names, model, arrays)
     line = ArrangedProgram.of(stacked.divide_scans(jaxpr, arrays, places.values()))
     positions = []
     for name in names:
@@ -49,6 +50,8 @@ def _cut_at_scopes(
             positions.append(line.position_of(places[name]))
             continue
         position = next((i for i, e in enumerate(line.eqns) if in_scope(e, name)), None)
+        if position is None:
+            position = _first_reader(line, name, model, arrays)
         if position is None:
             nested = next((e for e in line.eqns if contains_scope(e, name)), None)
             if nested is None:
@@ -63,9 +66,9 @@ def _cut_at_scopes(
 
 
 def _places_in_scopes(
-    jaxpr: jex.ClosedJaxpr, names: Sequence[str], arrays: Sequence[Var]
+    jaxpr: jex.ClosedJaxpr, names: Sequence[str], model: Any, arrays: Sequence[Var]
 ) -> dict[str, stacked.Iteration]:
-    """Finds the place of each name that names a layer of a scan under a scope."""
+    """Finds the place of each name that names a layer of a scan: under a scope, or by its path."""
     indexed = {name: m for name in names if (m := _modules.INDEXED.fullmatch(name))}
     places: dict[str, stacked.Iteration] = {}
     for name, match in indexed.items():
@@ -81,9 +84,33 @@ def _places_in_scopes(
                 f"The cut at {name!r} is not unique: under the scope {match[1]!r} are "
                 f"{len(found)} scans over layers ({lines}); give each a scope of its own."
             )
+        elif not found and (layer := _modules.layer_at(model, name.replace("[", ".").rstrip("]"))):
+            found = [stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)]
         if found:
             places[name] = found[0].place_of(int(match[2]), match[1])
     return places
+
+
+def _first_reader(
+    line: "ArrangedProgram", name: str, model: Any, arrays: Sequence[Var]
+) -> int | None:
+    """Finds where a part of the model begins that a path names, such as `blocks.2` of a dictionary.
+
+    It is before the first equation that reads the part, and behind those that read others, where
+    the fewest bytes cross.
+    """
+    path = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", name).strip(".")
+    named = zip(_modules.array_paths(model), arrays, strict=False)
+    own = {v for other, v in named if f"{other}.".startswith(f"{path}.")}
+    reads = [set(jaxprs.variables(e.invars)) for e in line.eqns]
+    first = next((i for i, read in enumerate(reads) if read & own), None)
+    if first is None:
+        return None
+    others = {*arrays} - own
+    behind = max((i + 1 for i in range(first) if reads[i] & others), default=first)
+    varying = jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
+    made = {v: i for i, e in enumerate(line.eqns) for v in e.outvars if v in varying}
+    return min(range(first, behind - 1, -1), key=bytes_from(made, line.eqns).__getitem__)
 
 
 def in_scope(eqn: Eqn, name: str) -> bool:
@@ -111,10 +138,11 @@ def no_scope(name: str, eqns: Sequence[Eqn], model: Any) -> str:
     there = _modules.listed(scopes) + _modules.nearest(name.replace("/", "."), inner)
     no_scope = f"o equation is under jax.named_scope({name!r}) ({there})."
     if not isinstance(model, eqx.Module):
+        layers = dict.fromkeys(map(_modules.layer_of, _modules.array_paths(model)))
         return (
-            f"N{no_scope} at= names scopes, layers of a stack, or modules of a model that is the "
-            f"first argument; anywhere else, mark the cut in the function with "
-            f"jaxpp.pipeline_enter_stage, or give num_stages alone."
+            f"N{no_scope} at= names scopes, layers of a stack, or parts of the first argument by "
+            f"their paths ({_modules.listed(list(layers), name)}); anywhere else, mark the cut in "
+            f"the function with jaxpp.pipeline_enter_stage, or give num_stages alone."
         )
     there = _modules.listed(_modules.module_paths(model), name)
     return f"No module of the first argument is called {name!r} ({there}), and n{no_scope}"
@@ -240,6 +268,17 @@ class ArrangedProgram:
             )
         opened = zip(stages, names, strict=True)
         return _insert_marks(self.jaxpr, dict(zip(positions, opened, strict=True)))
+
+
+def bytes_from(begins: Mapping[Var, int], eqns: Sequence[Eqn]) -> list[float]:
+    """Counts for each position the bytes of variables from where they begin to the last reader."""
+    last = {v: i for i, e in enumerate(eqns) for v in jaxprs.variables(e.invars)}
+    change = [0.0] * (len(eqns) + 2)
+    for var, i in begins.items():
+        if var in last:
+            change[i + 1] += jaxprs.nbytes(var)
+            change[last[var] + 1] -= jaxprs.nbytes(var)
+    return list(itertools.accumulate(change[:-1]))
 
 
 def _insert_marks(

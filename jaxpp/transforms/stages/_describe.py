@@ -3,21 +3,20 @@
 import collections
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
-
-import jax.tree_util as jtu
 
 from jaxpp import jaxprs
 from jaxpp._messages import warn
 from jaxpp.jaxprs import Var, primitives
-from jaxpp.transforms.stages import _stages
+from jaxpp.transforms.stages import _modules, _stages
 
 
 def stages_as_text(fun: Callable, *args: Any, **kwargs: Any) -> str:
     """Writes the stages of a function as a table, one stage a line.
 
-    The columns are the layers of the first argument that a stage reads, by their paths; the
+    The columns are the layers of the first argument that a stage reads, by their paths, with
+    `(part)` where other stages read other arrays of the layer; the
     floating-point operations of its forward, with its share; the bytes of its parameters, and of
     those which other stages read, too; the bytes that it gets from other stages and sends to them;
     and the first stage whose computation is the same.
@@ -45,9 +44,10 @@ def stages_as_text(fun: Callable, *args: Any, **kwargs: Any) -> str:
             2  layers.4-5    152    35%         128       0  32    0
     """
     traced, stages = _stages.decision_of(fun)(*args, **kwargs)
-    arrays = _arrays(traced, stages, args[0] if args else None)
+    arrays = _layers(traced, stages, args[0] if args else None)
     invars = set(stages.jaxpr.jaxpr.invars)
     readers = collections.Counter(v for part in stages.parts for v in part.inputs)
+    whole = collections.Counter(arrays[v] for v in readers if v in arrays)
     flops = [sum(map(jaxprs.flops, part.jaxpr.eqns)) for part in stages.parts]
     first: dict[Hashable, int] = {}
     rows: list[tuple[str, ...]] = [
@@ -55,7 +55,8 @@ def stages_as_text(fun: Callable, *args: Any, **kwargs: Any) -> str:
     ]
     for k, part in enumerate(stages.parts):
         read = {v: _read_bytes(v, part) for v in part.inputs if v in arrays}
-        layers = _joined(dict.fromkeys(_layer(arrays[v]) for v in read))
+        held = collections.Counter(arrays[v] for v in read)
+        layers = _joined(n if held[n] == whole[n] else f"{n} (part)" for n in held)
         like = first.setdefault(jaxprs.without_numbers(part.jaxpr), k)
         numbers = (
             sum(read.values()),
@@ -81,7 +82,7 @@ def warn_of_shared(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) ->
 
     A table that one stage looks up, and another one multiplies by (tied embeddings), is none.
     """
-    arrays = _arrays(traced, stages, model)
+    arrays = _layers(traced, stages, model)
     multiplied: dict[Var, list[int]] = {}
     for k, part in enumerate(stages.parts):
         source = {v: v for v in part.inputs if v in arrays}
@@ -98,7 +99,7 @@ def warn_of_shared(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) ->
     if twice:
         count = sum(jaxprs.nbytes(v) * (len(readers) - 1) for v, readers in twice.items())
         which = ", ".join(map(str, sorted({k for readers in twice.values() for k in readers})))
-        names = _joined(dict.fromkeys(_layer(arrays[v]) for v in twice))
+        names = _joined(dict.fromkeys(arrays[v] for v in twice))
         warn(
             f"split_stages: stages {which} multiply by the same parameters ({', '.join(names)}): "
             f"each has a copy, which takes {count:,} bytes more, and their gradients are summed "
@@ -108,17 +109,14 @@ def warn_of_shared(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) ->
         )
 
 
-#: What leaves a parameter whole on its way to a product.
+#: The primitives that leave a parameter whole on its way to a product.
 _PREPARES = primitives.REORDERS | {"convert_element_type", "copy"}
 
 
-def _arrays(
-    traced: jaxprs.Traced, stages: _stages.Stages, model: Any
-) -> dict[Var, tuple[Any, ...]]:
-    """Finds the paths of the arrays of the first argument."""
-    leaves = [p for p, leaf in jtu.tree_leaves_with_path(model) if jaxprs.is_array(leaf)]
-    first = traced.num_closed_over
-    return dict(zip(stages.jaxpr.jaxpr.invars[first:], leaves, strict=False))
+def _layers(traced: jaxprs.Traced, stages: _stages.Stages, model: Any) -> dict[Var, str]:
+    """Finds the layer of each array of the first argument."""
+    arrays = stages.jaxpr.jaxpr.invars[traced.num_closed_over :]
+    return dict(zip(arrays, map(_modules.layer_of, _modules.array_paths(model)), strict=False))
 
 
 def _read_bytes(array: Var, part: jaxprs.Part) -> int:
@@ -128,15 +126,6 @@ def _read_bytes(array: Var, part: jaxprs.Part) -> int:
     if eqns and all(e.primitive.name == "slice" for e in eqns):
         return min(sum(jaxprs.nbytes(e.outvars[0]) for e in eqns), jaxprs.nbytes(inside))
     return jaxprs.nbytes(inside)
-
-
-def _layer(path: Sequence[Any]) -> str:
-    """Names the layer of a leaf: its path up to the first number, or the first name in it."""
-    if not path:
-        return "argument 0"
-    names = [re.sub(r"^\W+|\W+$", "", str(key)) for key in path]
-    numbered = (n + 1 for n, name in enumerate(names) if re.search(r"\d$", name))
-    return ".".join(names[: next(numbered, 1 + (names[0] == "params"))])
 
 
 def _joined(names: Iterable[str]) -> list[str]:

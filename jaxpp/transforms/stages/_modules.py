@@ -79,6 +79,19 @@ def module_paths(model: eqx.Module) -> dict[str, eqx.Module]:
     return found
 
 
+def array_paths(model: Any) -> list[str]:
+    """Returns the paths of the arrays of a pytree, `blocks.2.w`, in order."""
+    leaves = jtu.tree_leaves_with_path(model)
+    return [jtu.keystr(p, simple=True, separator=".") for p, x in leaves if jaxprs.is_array(x)]
+
+
+def layer_of(path: str) -> str:
+    """Names the layer of an array: its path up to the first number, or the first name in it."""
+    names = [name for name in path.split(".") if name]
+    numbered = (n + 1 for n, name in enumerate(names) if re.search(r"\d$", name))
+    return ".".join(names[: next(numbered, 1 + (names[:1] == ["params"]))]) or "argument 0"
+
+
 def _children(node: Any) -> Mapping[Any, Any]:
     if isinstance(node, eqx.Module):
         return vars(node)
@@ -141,7 +154,7 @@ class Layer:
 Named = tuple[str, eqx.Module | Layer]
 
 
-def layer_at(model: eqx.Module, path: str) -> Layer | None:
+def layer_at(model: Any, path: str) -> Layer | None:
     """Finds the layer of stacked modules that a path names; None if it names none."""
     match = INDEXED.fullmatch(path)
     stack = None if match is None else _node_at(model, match[1])
@@ -166,7 +179,7 @@ def stack_at(model: eqx.Module, path: str) -> Layer:
     return Layer(path, None, arrays_of(_node_at(model, path)))
 
 
-def _node_at(model: eqx.Module, path: str) -> Any:
+def _node_at(model: Any, path: str) -> Any:
     """Returns the node at a path, with numbers in place of arrays; None if there is no node."""
     node = counted(model)
     for name in path.split("."):

@@ -59,7 +59,8 @@ def split_stages(
         num_stages: the number of stages to make, or to expect where the cuts are given.
         at: the modules or scopes that open stages, in the order of execution: paths in the first
             argument (`["blocks.2", "blocks.4"]`), a function of an Equinox model
-            (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
+            (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`. In
+            a dictionary or another pytree a path names the part that the stage begins to read.
             `blocks.2`, `blocks[2]` and, for scopes, `blocks/2` are the same; they may also name a
             layer of stacked modules `blocks`, or of the scan under the scope `blocks`. Or the cuts
             of a plan, `jaxpp.plan(...).cuts`. Marks in `fun` then do not count.

@@ -25,6 +25,9 @@ from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Eqn, Flow, P, R, Var, definition_of, outline, primitives
 from jaxpp.transforms.stages import _marks
 
+#: An error lists so many lines.
+_SHOWN = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
@@ -143,14 +146,14 @@ def order_of_transforms(eqn: Eqn) -> str:
 def listed(lines: Sequence[str]) -> str:
     """Lists the user's lines that open stages, for an error; says why some are there twice."""
     counts = collections.Counter(lines)
-    shown = ", ".join(f"{line} ({n} times)" if n > 1 else line for line, n in counts.items())
+    shown = [f"{line} ({n} times)" if n > 1 else line for line, n in counts.items()]
+    text = ", ".join(shown[:_SHOWN]) + ", ..." * (len(shown) > _SHOWN)
     if len(counts) == len(lines):
-        return shown
+        return text
     return (
-        f"{shown}; a line opens a stage each time that it runs: for each layer of a loop, or for "
-        f"each call of a model. For a model with marks that is called twice: call the model once "
-        f"on both inputs, joined along the batch, give its marks a stage_id, so that all calls "
-        f"open one stage, or cut it by num_stages"
+        f"{text}; a line of a loop over layers opens a stage each time, and so does one of a model "
+        f"that is called twice: call the model once on both inputs, joined along the batch, or "
+        f"give its marks a stage_id"
     )
 
 

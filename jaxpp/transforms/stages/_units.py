@@ -200,7 +200,7 @@ def note(units: Sequence[Unit], num_stages: int) -> str:
 
 # Two equations are alike if they have the same primitive, and operands and results of the same
 # types. A region repeats with a period if each of its equations is like the one a period before.
-# Where its blocks begin is open by then: a region is cut into the most whole blocks, and of the
+# The starts of its blocks are open by then: a region is cut into the most whole blocks, and of the
 # places that give as many, where the fewest bytes cross.
 
 #: An equation is compared with so many of those like it that come before it.

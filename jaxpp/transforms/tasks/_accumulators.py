@@ -129,7 +129,7 @@ class _Update:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Term:
+class _Addend:
     """A term of a sum; `passed` are the casts and moves between it and the sum."""
 
     value: Atom
@@ -201,29 +201,29 @@ class _Sums:
                 tasks[v], found[v] = own, i
         return found
 
-    def terms_by_task(self, update: _Update) -> list[list[_Term]]:
+    def terms_by_task(self, update: _Update) -> list[list[_Addend]]:
         """Groups the terms of a sum by the task that makes them.
 
         A term that no task makes (the gradient of a penalty on the parameter) joins the first
         group. An extreme has one group.
         """
         if update.eqn.primitive.name not in primitives.ADDS:
-            return [[_Term(update.value)]]
+            return [[_Addend(update.value)]]
         terms, _ = self._terms(update.value)
         tasks = [None if jaxprs.is_literal(t.value) else self.at.get(t.value) for t in terms]
         first = next((key for key in tasks if key is not None), None)
-        groups: dict[Key | None, list[_Term]] = {}
+        groups: dict[Key | None, list[_Addend]] = {}
         for t, key in zip(terms, tasks, strict=True):
             groups.setdefault(key or first, []).append(t)
         return list(groups.values())
 
-    def _terms(self, v: Atom) -> tuple[list[_Term], list[int]]:
+    def _terms(self, v: Atom) -> tuple[list[_Addend], list[int]]:
         """Finds the terms of a sum, and the numbers of the equations that add them up.
 
         A sum in another type, between which and this one is a cast, is opened if it may be added up
         in this one.
         """
-        found, numbers, rest = [], [], [_Term(v)]
+        found, numbers, rest = [], [], [_Addend(v)]
         while rest:
             term = rest.pop()
             i = None if jaxprs.is_literal(term.value) else self.opened.get(term.value)
@@ -233,7 +233,7 @@ class _Sums:
             numbers.append(i)
             eqn = self.loop.eqns[i]
             passed = () if eqn.primitive.name in primitives.ADDS else (eqn,)
-            rest += [_Term(o, (*passed, *term.passed)) for o in reversed(eqn.invars)]
+            rest += [_Addend(o, (*passed, *term.passed)) for o in reversed(eqn.invars)]
         return found, numbers
 
     def accumulate(self, update: _Update, groups, carries, outs) -> None:
@@ -250,7 +250,7 @@ class _Sums:
                 value = partial
             self.added.append(update.eqn.replace(invars=[carry, value], outvars=[out]))
 
-    def _finished(self, term: _Term) -> Atom:
+    def _finished(self, term: _Addend) -> Atom:
         """Moves the data of a term as the sum's, after one cast to the sum's type."""
         value, is_cast = term.value, [e.primitive.name == _CAST for e in term.passed]
         for cast in list(itertools.compress(term.passed, is_cast))[-1:]:

@@ -58,7 +58,7 @@ class Value:
         return self.aval.size * getattr(self.aval.dtype, "itemsize", 4)
 
 
-class _Result(NamedTuple):
+class _AddedResult(NamedTuple):
     """A result that a rule adds to a loop, and the structure of its arrays."""
 
     name: str
@@ -94,8 +94,8 @@ class Loop:
 
     _loop: ScheduledLoop = dataclasses.field(repr=False)
     _who: str = dataclasses.field(repr=False)
-    _results: tuple[_Result, ...] = dataclasses.field(default=(), repr=False)
-    #: What functions of the rule close over, each with its variable: the loop's last constants.
+    _results: tuple[_AddedResult, ...] = dataclasses.field(default=(), repr=False)
+    #: The values that functions of the rule close over, with their variables: the last constants.
     _consts: tuple[tuple[Var, Any], ...] = dataclasses.field(default=(), repr=False)
 
     @property
@@ -346,7 +346,7 @@ class Loop:
             raise self._error(f"adds two results named {name!r}; put the stage in the name.")
         loop, new, tree = self._after(key, fun, values)
         loop = loop._replace(ys=(*loop._loop.ys, *new))
-        return dataclasses.replace(loop, _results=(*self._results, _Result(name, tree)))
+        return dataclasses.replace(loop, _results=(*self._results, _AddedResult(name, tree)))
 
     def order(self, change: Callable[[tuple[Task, ...]], Iterable[Task]]) -> "Loop":
         """Changes the order of each rank's tasks.

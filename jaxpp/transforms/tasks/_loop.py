@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 
 def in_flow(key: Key) -> tuple[int, int]:
-    """What the tasks of a microbatch are sorted by, so that values flow from each to later ones.
+    """Returns the key that sorts the tasks of a microbatch: values flow from each to later ones.
 
     The forwards come first, up the stages, then the backwards, down the stages, then their second
     halves.
@@ -242,7 +242,7 @@ class ScheduledLoop:
         return Key(Kind.F, self.num_stages - 1)
 
     def becomes(self) -> dict[Var, Any]:
-        """What each carry becomes."""
+        """The next value of each carry."""
         return dict(zip(self.carries, self.carry_outs, strict=True))
 
     def read(self) -> set[Var]:

@@ -21,12 +21,12 @@ from jaxpp.transforms.stages import call_as, called_as, is_stage_call
 from jaxpp.transforms.tasks import _write
 from jaxpp.transforms.tasks._loop import ScheduledLoop, is_loop, loop_p
 
-#: How rows are combined number by number, so that it is the same for the parts of an array.
+#: Combines rows number by number, so that it is the same for the parts of an array.
 _ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
     "sum": lambda rows: functools.reduce(jnp.add, list(rows)),
     "last": lambda rows: rows[-1],
 }
-#: What makes of the parts of a sum over microbatches the sum.
+#: The primitives that make the sum of the parts of a sum over microbatches.
 _LINEAR = primitives.ADDS | {"concatenate"}
 
 
@@ -91,7 +91,7 @@ def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]])
 
 
 def _linear(of_loop: Sequence[Eqn], result: Atom) -> jaxprs.Part | None:
-    """What makes a result of those of the scheduled loop, if it can as well of combined rows."""
+    """Finds what makes a result of the loop's, if it makes the same of combined rows."""
     (at,) = (n for n, e in enumerate(of_loop) if is_loop(e))
     needed = jaxprs.needed(of_loop[at + 1 :], [result])
     linear = all(e.primitive.name in _LINEAR for e in needed)

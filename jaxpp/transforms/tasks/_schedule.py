@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import jax
 import jax.extend.core as jex
@@ -70,6 +70,10 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> "Scheduled[P,
     return Scheduled(fun, schedule)
 
 
+#: The attributes of a placed step, which some ask of a scheduled function.
+_OF_STEPS = ("as_text", "describe", "flops", "initialize", "lower", "mesh", "mfu", "programs")
+
+
 class Scheduled(Generic[P, R]):
     """A function whose microbatch loops are scheduled; see `schedule`."""
 
@@ -80,6 +84,18 @@ class Scheduled(Generic[P, R]):
     def __repr__(self):
         name = getattr(self._fun, "__name__", self._fun)
         return f"<{name} scheduled by {self._schedule}>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            way_out = (
+                f": {name} is of a placed step, step = jaxpp.place(fun, mesh). Before that, "
+                f"passes_as_text(*args) shows the tasks"
+            )
+            raise AttributeError(
+                f"A function of jaxpp.schedule has no attribute {name!r}"
+                f"{way_out if name in _OF_STEPS else ''}."
+            )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if define := definition_of("schedule"):

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxpp
+from jaxpp._messages import progress
 from jaxpp.runtime.executor import _compile
 from tests.helpers import mesh_of
 
@@ -103,7 +104,7 @@ def test_a_long_compilation_has_a_bar_on_a_terminal(monkeypatch, terminal):
 
 def test_without_tqdm_there_is_no_bar(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with _compile._progress(2) as bar:
-        assert bar is None
+    with progress("compiling", 2) as update:
+        assert update() is None
     step, args = step_and_arguments()
     jaxpp.place(step, mesh_of(STAGES))(*args)

@@ -75,6 +75,12 @@ def test_torchrun(tmp_path, losses):
     }  # fmt: skip
 
 
+def test_without_torchrun_its_script_says_what_to_install(tmp_path):
+    command = [str(shutil.which("sh")), FOLDER / "torchrun.sh"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 127 and "pip install torch, or take mpirun.sh" in done.stderr
+
+
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 def test_mpirun(tmp_path, losses):
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -15,7 +15,7 @@ from jaxpp import schedules
 from tests.helpers import assert_close, mesh_of
 from tests.transforms.tasks.test_directions import BothWays
 
-pytestmark = pytest.mark.cases(4)
+pytestmark = pytest.mark.cases(2)
 M = 4
 SCHEDULES = {
     "1f1b": schedules.OneFOneB(),

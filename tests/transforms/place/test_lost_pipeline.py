@@ -67,6 +67,11 @@ def test_one_that_is_only_looked_at_or_runs_on_its_ranks_gives_no_warning(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LOOKED_AT[name](placed())
+
+
+def test_one_whose_ranks_share_a_device_or_without_jit_gives_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         RUN["jit"](placed(jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)))
         with jax.disable_jit():
             placed()(W, X)

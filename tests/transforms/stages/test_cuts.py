@@ -1,6 +1,7 @@
 """Cuts at modules of an Equinox model, at named scopes, and by balance."""
 
 import abc
+import re
 import threading
 import warnings
 from typing import Any
@@ -705,6 +706,55 @@ def in_loop(ws, x):
 def test_bad_scope_cuts_are_errors(fun, at, message):
     with pytest.raises(ValueError, match=message):
         jaxpp.split_stages(fun, at=at)(WS, X)
+
+
+# ---- parts of a pytree --------------------------------------------------------------------------
+
+TREE = {"in": WS[0], "blocks": [{"norm": jnp.ones(X.shape[-1]), "w": w} for w in WS]}
+
+
+def of_tree(tree, x):
+    x = x @ tree["in"]
+    for block in tree["blocks"]:
+        h = (x - x.mean(-1, keepdims=True)) * block["norm"]
+        x = x + jnp.tanh(h @ block["w"])
+    return jnp.sum(x)
+
+
+def layers_of(split, tree):
+    return [
+        re.split(" {2,}", line.strip())[1]
+        for line in jaxpp.stages_as_text(split, tree, X).splitlines()[1:]
+    ]
+
+
+@pytest.mark.parametrize("at", [["blocks.1", "blocks.3"], ["blocks[1]", '["blocks"][3]']])
+def test_cuts_at_parts_of_a_dictionary(at, assert_same):
+    split = jaxpp.split_stages(of_tree, at=at)
+    assert layers_of(split, TREE) == ["blocks.0, in", "blocks.1-2", "blocks.3"]
+    table = jaxpp.stages_as_text(split, TREE, X).splitlines()
+    assert f"  {X.nbytes:,}" in table[1], "x alone crosses, and not what prepares the next layer"
+    assert_same(split, of_tree, TREE, X)
+
+
+def test_a_cut_at_a_layer_of_a_stack_in_a_dictionary():
+    def of_stack(tree, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, tree["blocks"]["w"])[0].sum()
+
+    tree = {"blocks": {"w": jnp.stack(WS)}}
+    split, even = jaxpp.split_stages(of_stack, at=["blocks.2"]), jaxpp.split_stages(of_stack, 2)
+    assert jaxpp.stages_as_text(split, tree, X) == jaxpp.stages_as_text(even, tree, X)
+
+
+def test_an_unknown_part_of_a_dictionary_lists_the_parts():
+    with pytest.raises(ValueError, match=r"by their paths .*'blocks.0'.*nearest is 'blocks.3'"):
+        jaxpp.split_stages(of_tree, at=["block.3"])(TREE, X)
+
+
+def test_a_layer_of_which_two_stages_have_parts_is_marked():
+    split = jaxpp.split_stages(of_tree, at=["blocks.1.w"])
+    parts = "blocks.1 (part)"
+    assert layers_of(split, TREE) == [f"blocks.0, {parts}, in", f"blocks.2-3, {parts}"]
 
 
 # ---- balance ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`schedule`: what it partitions, what it keeps, and what it rejects."""
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -865,3 +866,14 @@ def test_the_passes_of_a_loop_are_shown_with_the_task_of_each_equation():
     assert re.search(r"\+before the loop:(\n.*)*?= exp ", parts["hoist"])
     assert re.search(r"\+W0 .*dot_general", parts["split_backwards"])
     assert not parts["split_stacked_sums"].strip()
+
+
+def test_what_a_step_has_is_asked_of_it_after_place():
+    grad_fn: Any = jaxpp.schedule(lambda x: x, OneFOneB())
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'as_text': .* step = jaxpp\.place\(fun"
+    ):
+        grad_fn.as_text()
+    with pytest.raises(AttributeError, match="no attribute 'as_txt'[.]$"):
+        grad_fn.as_txt()
+    assert repr(copy.copy(grad_fn)) == repr(grad_fn)

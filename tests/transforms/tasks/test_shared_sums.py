@@ -14,7 +14,7 @@ from jaxpp.transforms.tasks._accumulators import adds_like
 from tests.helpers import assert_close_sums, assert_same, mesh_of
 from tests.transforms.tasks.test_directions import BothWays
 
-pytestmark = pytest.mark.cases(20)
+pytestmark = pytest.mark.cases(8)
 M, STAGES = 4, 2
 SCHEDULES = {
     "1f1b": schedules.OneFOneB(),

@@ -12,7 +12,7 @@ import jaxpp
 from jaxpp import schedules
 from tests.helpers import assert_close_sums, mesh_of
 
-pytestmark = pytest.mark.cases(4)
+pytestmark = pytest.mark.cases(2)
 MEMBERS, M = 3, 4
 SCHEDULES = [
     schedules.OneFOneB(),

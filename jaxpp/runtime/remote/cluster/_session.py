@@ -37,6 +37,8 @@ class Session:
 #: The session that `join_session` has opened in this process.
 _opened: Session | None = None
 _lock = threading.Lock()
+#: The addresses of sessions that do not answer, of which this process has warned.
+_silent: set[str] = set()
 
 
 def join_session() -> Session:
@@ -131,10 +133,12 @@ def _open() -> Session:
             f"set RAY_ADDRESS to its HOST:PORT (not to ray://, since the driver has to run on one "
             f"of its nodes); or set it to local, for a session of the process's own."
         )
-    warn(
-        f"The Ray session at {address}, started here with `ray start`, does not answer; starting "
-        f"one for this process. To forget the old one, delete {file}."
-    )
+    if address not in _silent:
+        _silent.add(address)
+        warn(
+            f"The Ray session at {address}, started here with `ray start`, does not answer; "
+            f"starting one for this process. To forget the old one, delete {file}."
+        )
     return _start()
 
 
