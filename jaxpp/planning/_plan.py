@@ -155,8 +155,9 @@ class Plan(Candidate, _files.Saved):
         if any(self.parameter_bytes):
             held = ", ".join(map(format_bytes, self.parameter_bytes))
             lines.append(f"of these are parameters: {held}")
+        tasks = self.order.table_for_ranks(self.problem.ranks, self.microbatches).tasks
         for name, way in (("computed again", Kind.R), ("offloaded", Kind.O)):
-            chosen = [stage for stage, own in enumerate(self.activations) if own == way]
+            chosen = sorted({task.stage for task in tasks if task.kind is way})
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
         if self.choice:

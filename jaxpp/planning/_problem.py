@@ -20,11 +20,9 @@ from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
     CATALOGUE,
     FromTable,
-    Gather,
     Kind,
     Offload,
     Recompute,
-    Reduce,
     Schedule,
     Table,
     Timeline,
@@ -102,9 +100,7 @@ class Candidate:
             schedule = Recompute(schedule, stages=again)
         away = self.choice.stages_that(Kind.O) if self.choice else ()
         schedule = Offload(schedule, stages=away, ahead=self.ahead) if away else schedule
-        if self.choice and self.choice.held is not None:
-            schedule = Gather(schedule, held=self.choice.held)
-        return Reduce(schedule) if self.choice and self.choice.reduces else schedule
+        return self.choice.of(schedule) if self.choice else schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +223,13 @@ class Problem(Ranks):
                 offloads = limited and bool(self.profiles[count].copy)
                 ordered = synthesized(
                     self.settings[count].one_step, best.choice, whole=True, recompute=limited,
-                    offload=offloads, evaluations=EVALUATIONS, time_limit=SECONDS,
+                    offload=offloads, gather=self.zero == 3, reduce=self.zero > 0,
+                    evaluations=EVALUATIONS, time_limit=SECONDS,
                 )  # fmt: skip
                 if ordered is None:
                     return []
-                own = self.timed(SYNTHESIZED, count, best.choice, ordered.table)
+                choice = dataclasses.replace(best.choice, **vars(ordered.windows))
+                own = self.timed(SYNTHESIZED, count, choice, ordered.table)
                 return [own] if _rank_of(own) < _rank_of(best) else []
         return []
 

@@ -9,7 +9,18 @@ from typing import Any, TypedDict
 
 from jaxpp._messages import check_number
 from jaxpp.planning.search._layers import Layers, sums
-from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, joined, simulate
+from jaxpp.schedules import (
+    Costs,
+    Kind,
+    Machine,
+    Memory,
+    Table,
+    Task,
+    Timeline,
+    Windows,
+    joined,
+    simulate,
+)
 
 
 class Options(TypedDict, total=False):
@@ -51,7 +62,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Windows):
     """A cut, the placement of its stages, the form of backwards, and what stages keep.
 
     Args:
@@ -62,10 +73,8 @@ class Choice:
             `""`, computed again, `"R"`, or in the memory of the host meanwhile, `"O"`; by default
             all are kept.
         ahead: how many tasks ahead they are loaded from there, as in `jaxpp.schedules.Offload`.
-        held: of how many stages a rank holds gathered parameters at once, as in
-            `jaxpp.schedules.Gather`; None where each task gathers what it reads.
-        reduces: whether the sums of a stage are reduced after its last backward, as by
-            `jaxpp.schedules.Reduce`, and not after all tasks.
+        held: see `jaxpp.schedules.Windows`; with None each task gathers what it reads itself.
+        reduces: see `jaxpp.schedules.Windows`.
     """
 
     cuts: tuple[int, ...]
@@ -73,8 +82,6 @@ class Choice:
     halves: bool = True
     ways: tuple[str, ...] = ()
     ahead: int = 1
-    held: int | None = None
-    reduces: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -246,8 +253,8 @@ class Setting(Ranks):
 
     def described(self, choice: Choice) -> list[str]:
         """Says in lines which windows of gathers and reductions a choice has, if it has some."""
-        held = choice.held and f"of {choice.held} of a rank's stages at once"
-        gathers = f"gathered: parameters {held or 'by each task'}"
+        held = f"of {choice.held} of a rank's stages at once" if choice.held else "before each task"
+        gathers = f"gathered: parameters {'by each task' if choice.held is None else held}"
         when = "after the last backward of a stage" if choice.reduces else "after all tasks"
         return [gathers] * (self.zero == 3) + [f"reduced: gradients {when}"] * (self.zero > 0)
 
@@ -329,7 +336,8 @@ class Setting(Ranks):
             for stage, rank in enumerate(ranks):
                 own[rank].append(whole[stage])
         others = choice.reduces * (self.replicas - 1) / self.replicas
-        gathered = (sum(sorted(each)[len(each) - (choice.held or 0) :]) for each in own)
+        held = 0 if choice.held is None else max(choice.held, 1)
+        gathered = (sum(sorted(each, reverse=True)[:held]) for each in own)
         return [a + others * sum(b) for a, b in zip(gathered, own, strict=True)]
 
     def copies(self, reduces: bool) -> float:
