@@ -183,7 +183,8 @@ class Table:
     def with_recomputation(self, which: Callable[[Task], bool]) -> "Table":
         """Returns the same table with an `R` right before the backward of some forwards.
 
-        Of two tasks that overlap, the `R` of the second comes before both.
+        Of two tasks that overlap, the `R` of the second comes before both. Activations that are
+        offloaded are not computed again.
 
         Args:
           which: tells for an `F` whether its activations are dropped and computed again.
@@ -198,8 +199,9 @@ class Table:
             tasks: list[Task] = []
             for task in order:
                 if task.kind in (Kind.B, Kind.I):
-                    first, again = (Task(k, task.stage, task.microbatch) for k in (Kind.F, Kind.R))
-                    if again not in self.tasks and which(first):
+                    own = [Task(k, task.stage, task.microbatch) for k in map(Kind, "FRO")]
+                    first, again, away = own
+                    if self.tasks.isdisjoint((again, away)) and which(first):
                         joined = bool(tasks) and tasks[-1] in self.overlaps
                         tasks.insert(len(tasks) - joined, again)
                 tasks.append(task)
