@@ -54,7 +54,7 @@ class Plan(Candidate, _files.Saved):
     """
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 9
+    VERSION: ClassVar[int] = 10
 
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
     lower_bound: float = 0.0
@@ -162,6 +162,8 @@ class Plan(Candidate, _files.Saved):
             lines.append(f"{name}: the activations {stages}")
         if self.choice:
             lines += self.problem.settings[self.microbatches].described(self.choice)
+        if self.problem.profiles[self.microbatches].fusing:
+            lines.append(f"fused: {self.fuse.replace('none', 'no tasks')}, for place(fuse=)")
         if (busy := self.problem.profiles[self.microbatches].busy * self.problem.ranks) > _MANY:
             lines.append(
                 f"tasks kept cores so busy that {self.problem.ranks} ranks need {busy:.1f} times "
@@ -189,6 +191,7 @@ class PlanOptions(Options, total=False):
             measurement; its memory is then the limit, unless one is given.
         in_specs: for a mesh with further axes.
         repeats: how often to measure; the medians count.
+        fuse: whether to measure what fused tasks gain; the plan then chooses `fuse`, for `place`.
     """
 
     steps: int
@@ -197,6 +200,7 @@ class PlanOptions(Options, total=False):
     device: Any
     in_specs: PyTree[PartitionSpec | None]
     repeats: int
+    fuse: bool
 
 
 #: Those of the options that `profile` takes.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from jaxpp.planning._profile import Profile
 from jaxpp.planning.search import (
@@ -91,6 +92,11 @@ class Candidate:
     def ahead(self) -> int:
         """The number of tasks ahead that activations are loaded from the memory of the host."""
         return self.choice.ahead if self.choice else 1
+
+    @property
+    def fuse(self) -> Literal["none", "pairs", "chains"]:
+        """Which tasks become one computation, for `jaxpp.place`."""
+        return self.choice.fuse if self.choice else "none"
 
     @property
     def order(self) -> Schedule:
@@ -181,6 +187,12 @@ class Problem(Ranks):
         copies = max([*named, 2 if SEARCHED in self.schedules else 1])
         # A stage that computes again holds less than the layers' activations: no limit counts.
         free = dataclasses.replace(self.settings[microbatches], memory_limit=math.inf)
+        # Fused, a task of several layers gains once: each layer gains no more than that.
+        less: dict[str, Any] = {
+            name: tuple(max(0.0, time - free.fusing) for time in getattr(free.layers, name))
+            for name in ("forward", "input_grad", "weight_grad", "backward")
+        }
+        free = dataclasses.replace(free, layers=dataclasses.replace(free.layers, **less))
         return lower_bound(free, copies)
 
     def timeline(self, candidate: Candidate) -> Timeline:
@@ -259,6 +271,7 @@ def _rank_of(candidate: Candidate) -> tuple[float, float]:
 
 
 def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = None) -> Candidate:
+    choice = cutter.best_fuse(choice)
     setting, timeline = cutter.setting, cutter.timeline(choice)
     peaks = timeline.peak_memory
     over = max(peaks) - setting.memory_limit

@@ -355,6 +355,34 @@ class Table:
         return {task: tuple(readers) for task, readers in found.items()}
 
     @functools.cached_property
+    def chained(self) -> frozenset[Task]:
+        """Every computing task without a message between it and the one before it on its rank.
+
+        `jaxpp.place(fuse="chains")` makes one computation of such tasks, where they have no effect.
+
+        >>> from jaxpp.schedules import OneFOneB
+        >>> print(*sorted(map(str, OneFOneB().table(num_stages=2, num_microbatches=2).chained)))
+        B1.0 B1.1
+        """
+        reads = self.stage_inputs or chain(self.num_stages)
+        read_by = [[s for s, own in enumerate(reads) if n in own] for n in range(len(reads))]
+
+        def is_remote(task: Task, stages: Sequence[int]) -> bool:
+            ranks = self.directions[self.direction_of[task.microbatch]]
+            return any(ranks[stage] != ranks[task.stage] for stage in stages)
+
+        found = set()
+        for before, task in (pair for order in self.ranks for pair in itertools.pairwise(order)):
+            sent = {Kind.F: read_by, Kind.B: reads, Kind.I: reads}.get(before.kind)
+            needed = {Kind.F: reads, Kind.B: read_by, Kind.I: read_by}.get(task.kind)
+            apart = (sent and is_remote(before, sent[before.stage])) or (
+                needed and is_remote(task, needed[task.stage])
+            )
+            if not apart and before.kind.lane == task.kind.lane == "compute":
+                found.add(task)
+        return frozenset(found)
+
+    @functools.cached_property
     def lanes(self) -> tuple[str, ...]:
         """The lanes on which tasks run beside those that compute: of `"copy"`, `"collective"`."""
         return tuple(sorted({kind.lane for kind in self.kinds} - {"compute"}))

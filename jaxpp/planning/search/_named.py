@@ -66,6 +66,19 @@ class Cutter:
         kept = dataclasses.replace(choice, ways=("",) * choice.num_stages)
         return min(self.windows(kept), key=self.value)
 
+    def best_fuse(self, choice: Choice) -> Choice:
+        """Returns the choice with the tasks fused that make it faster; a small gain is not taken.
+
+        Chains hold what all of their tasks need at once, so there are none within a memory limit.
+        """
+        choice = dataclasses.replace(choice, fuse="none")
+        if not self.setting.fusing or self.setting.steps > 1:
+            return choice
+        ways = ("pairs", "chains") if self.setting.memory_limit == math.inf else ("pairs",)
+        best = min((dataclasses.replace(choice, fuse=own) for own in ways), key=self.value)
+        over, seconds, _ = self.value(best)
+        return best if not over and seconds < (1 - EXACT) * self.value(choice)[1] else choice
+
     def hopeless(self) -> str:
         """Says why there is no cut for the schedule; empty where there may be one."""
         try:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from jaxpp._messages import check_number
 from jaxpp.planning.search._layers import Layers, sums
@@ -73,6 +73,7 @@ class Choice(Windows):
             `""`, computed again, `"R"`, or in the memory of the host meanwhile, `"O"`; by default
             all are kept.
         ahead: how many tasks ahead they are loaded from there, as in `jaxpp.schedules.Offload`.
+        fuse: which tasks become one computation, as for `jaxpp.place(fuse=)`.
         held: see `jaxpp.schedules.Windows`; with None each task gathers what it reads itself.
         reduces: see `jaxpp.schedules.Windows`.
     """
@@ -82,6 +83,7 @@ class Choice(Windows):
     halves: bool = True
     ways: tuple[str, ...] = ()
     ahead: int = 1
+    fuse: Literal["none", "pairs", "chains"] = "none"
 
     @property
     def num_stages(self) -> int:
@@ -183,6 +185,7 @@ class Setting(Ranks):
         unit: the unit of times, such as `"s"`.
         batch: for each argument that is sliced, its bytes in a microbatch, and the layers that read
             it. Where it is given, a rank holds its batch, and messages, beside activations.
+        fusing: what a step gains by each task that is in one computation with the one before it.
     """
 
     layers: Layers
@@ -191,6 +194,7 @@ class Setting(Ranks):
     is_fed: bool = dataclasses.field(default=False, kw_only=True)
     unit: str = dataclasses.field(default="", kw_only=True)
     batch: tuple[tuple[float, tuple[int, ...]], ...] = dataclasses.field(default=(), kw_only=True)
+    fusing: float = dataclasses.field(default=0.0, kw_only=True)
 
     @functools.cached_property
     def sums(self) -> dict[str, list[float]]:
@@ -448,6 +452,21 @@ class Setting(Ranks):
         )
         table = dataclasses.replace(table, stage_inputs=self.graph(choice))
         table = joined(table, self.steps) if self.steps > 1 else table
-        return simulate(
-            table, self.costs(choice), memory=self.memory(choice), machine=machine, overlap="none"
-        )
+        costs, together = self._fused(table, choice), "none" if choice.fuse == "none" else "atomic"
+        memory = self.memory(choice)
+        return simulate(table, costs, memory=memory, machine=machine, overlap=together)
+
+    def _fused(self, table: Table, choice: Choice) -> Costs:
+        """Returns the costs of the stages, less what tasks gain that are not dispatched alone."""
+        costs = self.costs(choice)
+        chained = table.chained if choice.fuse == "chains" else ()
+
+        def of(task: Task) -> float:
+            return max(0.0, costs.of(task) - self.fusing * (task in chained))
+
+        def together(first: Task, second: Task) -> float:
+            return max(0.0, of(first) + of(second) - self.fusing * (second not in chained))
+
+        computing = {kind.field: of for kind in map(Kind, "FBIWR")}
+        both = dataclasses.replace(costs, overlapped=together, **computing)  # pyright: ignore
+        return costs if choice.fuse == "none" else both
