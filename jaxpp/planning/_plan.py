@@ -54,7 +54,7 @@ class Plan(Candidate, _files.JsonFile):
     """
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 9
+    VERSION: ClassVar[int] = 10
 
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
     lower_bound: float = 0.0
@@ -160,12 +160,15 @@ class Plan(Candidate, _files.JsonFile):
         if any(self.parameter_bytes):
             held = ", ".join(map(format_bytes, self.parameter_bytes))
             lines.append(f"of these are parameters: {held}")
+        tasks = self.order.table_for_ranks(self.problem.ranks, self.microbatches).tasks
         for name, way in (("computed again", Kind.R), ("offloaded", Kind.O)):
-            chosen = [stage for stage, own in enumerate(self.activations) if own == way]
+            chosen = sorted({task.stage for task in tasks if task.kind is way})
             stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
             lines.append(f"{name}: the activations {stages}")
         if self.choice:
             lines += self.problem.settings[self.microbatches].described(self.choice)
+        if self.problem.profiles[self.microbatches].fusing:
+            lines.append(f"fused: {self.fuse.replace('none', 'no tasks')}, for place(fuse=)")
         if (busy := self.problem.profiles[self.microbatches].busy * self.problem.ranks) > _MANY:
             lines.append(
                 f"tasks kept cores so busy that {self.problem.ranks} ranks need {busy:.1f} times "
@@ -193,6 +196,7 @@ class PlanOptions(Options, total=False):
             measurement; its memory is then the limit, unless one is given.
         in_specs: for a mesh with further axes.
         repeats: how often to measure; the medians count.
+        fuse: whether to measure what fused tasks gain; the plan then chooses `fuse`, for `place`.
     """
 
     steps: int
@@ -201,6 +205,7 @@ class PlanOptions(Options, total=False):
     device: Any
     in_specs: PyTree[PartitionSpec | None]
     repeats: int
+    fuse: bool
 
 
 #: Those of the options that `profile` takes.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from jaxpp.planning._profile import Profile
 from jaxpp.planning.search import (
@@ -20,11 +21,9 @@ from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
     CATALOGUE,
     FromTable,
-    Gather,
     Kind,
     Offload,
     Recompute,
-    Reduce,
     Schedule,
     Table,
     Timeline,
@@ -95,6 +94,11 @@ class Candidate:
         return self.choice.ahead if self.choice else 1
 
     @property
+    def fuse(self) -> Literal["none", "pairs", "chains"]:
+        """Which tasks become one computation, for `jaxpp.place`."""
+        return self.choice.fuse if self.choice else "none"
+
+    @property
     def order(self) -> Schedule:
         """The schedule, for `jaxpp.schedule`."""
         schedule: Schedule = FromTable(self.table) if self.table else by_name(self.schedule)
@@ -102,9 +106,7 @@ class Candidate:
             schedule = Recompute(schedule, stages=again)
         away = self.choice.stages_that(Kind.O) if self.choice else ()
         schedule = Offload(schedule, stages=away, ahead=self.ahead) if away else schedule
-        if self.choice and self.choice.held is not None:
-            schedule = Gather(schedule, held=self.choice.held)
-        return Reduce(schedule) if self.choice and self.choice.reduces else schedule
+        return self.choice.of(schedule) if self.choice else schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +194,12 @@ class Problem(Ranks):
         copies = max([*named, 2 if SEARCHED in self.schedules else 1])
         # A stage that computes again holds less than the layers' activations: no limit counts.
         free = dataclasses.replace(self.settings[microbatches], memory_limit=math.inf)
+        # Fused, a task of several layers gains once: each layer gains no more than that.
+        less: dict[str, Any] = {
+            name: tuple(max(0.0, time - free.fusing) for time in getattr(free.layers, name))
+            for name in ("forward", "input_grad", "weight_grad", "backward")
+        }
+        free = dataclasses.replace(free, layers=dataclasses.replace(free.layers, **less))
         return lower_bound(free, copies)
 
     def timeline(self, candidate: Candidate) -> Timeline:
@@ -234,11 +242,13 @@ class Problem(Ranks):
                 offloads = limited and bool(self.profiles[count].copy)
                 ordered = synthesized(
                     self.settings[count].one_step, best.choice, whole=True, recompute=limited,
-                    offload=offloads, evaluations=EVALUATIONS, time_limit=SECONDS,
+                    offload=offloads, gather=self.zero == 3, reduce=self.zero > 0,
+                    evaluations=EVALUATIONS, time_limit=SECONDS,
                 )  # fmt: skip
                 if ordered is None:
                     return []
-                own = self.timed(SYNTHESIZED, count, best.choice, ordered.table)
+                choice = dataclasses.replace(best.choice, **vars(ordered.windows))
+                own = self.timed(SYNTHESIZED, count, choice, ordered.table)
                 return [own] if _rank_of(own) < _rank_of(best) else []
         return []
 
@@ -268,6 +278,7 @@ def _rank_of(candidate: Candidate) -> tuple[float, float]:
 
 
 def _candidate(name: str, cutter: Cutter, choice: Choice, table: Table | None = None) -> Candidate:
+    choice = cutter.best_fuse(choice)
     setting, timeline = cutter.setting, cutter.timeline(choice)
     peaks = timeline.peak_memory
     over = max(peaks) - setting.memory_limit

@@ -30,7 +30,7 @@ from jaxpp.planning.search import Choice, Layers, Options, Setting
 from jaxpp.runtime.executor import array_bytes
 from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Key, dependencies_of
-from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind
+from jaxpp.schedules import Costs, FromTable, GPipe, Interleaved1F1B, InterleavedZeroBubble, Kind
 from jaxpp.transforms import place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
 
@@ -65,6 +65,8 @@ class Profile(UnitCosts, _files.JsonFile):
         names: the module, scope or parameters that each unit begins with; empty for others.
         busy: the share of this machine's cores that tasks kept busy, each alone; 0 where they were
             not measured on a CPU.
+        fusing: what a step gains by each task that is in one computation with the one before it
+            (`place(fuse=)`); 0 where it gains nothing, or was not measured.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -80,7 +82,7 @@ class Profile(UnitCosts, _files.JsonFile):
     """
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -95,6 +97,7 @@ class Profile(UnitCosts, _files.JsonFile):
     batch: tuple[tuple[float, tuple[int, ...]], ...] = ()
     names: tuple[str, ...] = ()
     busy: float = 0.0
+    fusing: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.memory_bandwidth > 0:
@@ -136,8 +139,9 @@ class Profile(UnitCosts, _files.JsonFile):
         if options.get("memory_bandwidth", math.inf) == math.inf:
             options["memory_bandwidth"] = self.memory_bandwidth
         return Setting(
-            self.layers, ranks, microbatches, is_fed=True, unit="s", batch=self.batch, **options
-        )
+            self.layers, ranks, microbatches, is_fed=True, unit="s", batch=self.batch,
+            fusing=self.fusing, **options,
+        )  # fmt: skip
 
     def within(
         self,
@@ -182,6 +186,7 @@ def profile(
     device: Any = None,
     in_specs: PyTree[PartitionSpec | None] = None,
     repeats: int = 3,
+    fuse: bool = False,
 ) -> Profile:
     """Measures the units of a loss function, each alone, on one device.
 
@@ -198,6 +203,8 @@ def profile(
             rank, over whose further axes tasks are split: bytes are of a device, `crossing` not.
         in_specs: as in `place`, for a mesh with further axes.
         repeats: how often to measure; the medians count.
+        fuse: whether to measure what fused tasks gain, too: that of pairs of one rank, against the
+            same step whose tasks are apart, as a call runs both.
 
     Raises:
         ValueError: `repeats` is below 1, there is no device of that name, the mesh has several
@@ -222,7 +229,9 @@ def profile(
     grad_fn = gradient(staged, args, MICROBATCHES, in_axes)  # this cuts, and notes where
     several = map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
     bench = _Bench(mesh, in_specs, several, figures, repeats)
-    return _profiled(finest, at_least, grad_fn, bench)
+    found = _profiled(finest, at_least, grad_fn, bench)
+    fusing = bench.fusing(grad_fn, len(finest.crossing) + 1) if fuse else 0.0
+    return dataclasses.replace(found, fusing=fusing)
 
 
 def _place_to_measure(device: Any) -> tuple[Device | None, MpmdMesh]:
@@ -313,6 +322,28 @@ class _Bench:
             seconds = {n: statistics.median(own) for n, own in times.items()}
         known = {(task.kind, task.stage): seconds[n] for task, n in number.items() if task}
         return local, known, busy
+
+    def fusing(self, grad_fn: Any, count: int) -> float:
+        """Finds what each task gains that is in one computation with the one before it.
+
+        The least time of each counts, by turns: a load that comes and goes is no gain.
+        """
+        if self.figures is not None:
+            return 0.0
+        table = GPipe(stages_per_rank=count).table(count, MICROBATCHES)
+        pairs = frozenset(task for task in table.tasks if task.microbatch % 2 == 0)
+        paired = schedule(grad_fn, FromTable(dataclasses.replace(table, overlaps=pairs)))
+        ways: list[tuple[Any, list[Any]]] = [
+            _loaded(place(paired, self.mesh, in_specs=self.in_specs, fuse=fuse), self.args)
+            for fuse in ("none", "pairs")
+        ]
+        least = [math.inf, math.inf]
+        for _, (n, (local, arrays)) in itertools.product(range(4 * self.repeats), enumerate(ways)):
+            copies, start = _placed_copies(local, arrays), time.perf_counter()
+            jax.block_until_ready(local(copies))
+            least[n] = min(least[n], time.perf_counter() - start)
+        apart, joined = (len(_task_runs(local)) for local, _ in ways)
+        return max(0.0, least[0] - least[1]) / (apart - joined)
 
     def timed(self, run: Callable[[Any], Any], value: Any) -> tuple[Any, float]:
         """Runs a function of its own result again and again; returns the last, and the time."""

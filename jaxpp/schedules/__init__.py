@@ -64,3 +64,4 @@ from jaxpp.schedules._synthesis import Synthesized as Synthesized
 from jaxpp.schedules._synthesis import synthesize as synthesize
 from jaxpp.schedules._table import Table as Table
 from jaxpp.schedules._table import Task as Task
+from jaxpp.schedules._windows import Windows as Windows

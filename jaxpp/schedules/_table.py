@@ -183,7 +183,8 @@ class Table:
     def with_recomputation(self, which: Callable[[Task], bool]) -> "Table":
         """Returns the same table with an `R` right before the backward of some forwards.
 
-        Of two tasks that overlap, the `R` of the second comes before both.
+        Of two tasks that overlap, the `R` of the second comes before both. Activations that are
+        offloaded are not computed again.
 
         Args:
           which: tells for an `F` whether its activations are dropped and computed again.
@@ -198,8 +199,9 @@ class Table:
             tasks: list[Task] = []
             for task in order:
                 if task.kind in (Kind.B, Kind.I):
-                    first, again = (Task(k, task.stage, task.microbatch) for k in (Kind.F, Kind.R))
-                    if again not in self.tasks and which(first):
+                    own = [Task(k, task.stage, task.microbatch) for k in map(Kind, "FRO")]
+                    first, again, away = own
+                    if self.tasks.isdisjoint((again, away)) and which(first):
                         joined = bool(tasks) and tasks[-1] in self.overlaps
                         tasks.insert(len(tasks) - joined, again)
                 tasks.append(task)
@@ -251,7 +253,8 @@ class Table:
 
         A rank holds the gathered parameters of so many of its stages at once: before it gathers
         those of a further one it drops those that it reads again last (Belady's rule). A `G` comes
-        before an `F`, an `H` before any other task; none comes twice for a microbatch.
+        before an `F`, an `H` before any other task; none comes twice for a microbatch. A stage that
+        has gathers keeps those.
 
         Args:
           which: tells for a stage whether its parameters are gathered.
@@ -266,7 +269,7 @@ class Table:
         >>> print(*table.with_gathers(lambda stage: True, held=1).ranks[0])
         G0.0 F0.0 F0.1 G1.0 F1.0 F1.1 H0.0 B0.0 B0.1 H1.0 B1.0 B1.1
         """
-        ranks = []
+        ranks, has = [], {t.stage for t in self.tasks if Kind.G in (t.kind, t.kind.makes)}
         for order in self.ranks:
             computing = [task for task in order if task.kind.lane == "compute"]
             joined = [False, *(task in self.overlaps for task in computing)]
@@ -276,7 +279,7 @@ class Table:
             last: dict[int, int] = {}  # for each stage the place of its last reader so far
             known: dict[int, int] = {}  # for each gathered stage the place of its next reader
             for n, task in enumerate(computing):
-                if not which(stage := task.stage):
+                if (stage := task.stage) in has or not which(stage):
                     continue
                 own = Task(Kind.G if task.kind is Kind.F else Kind.H, stage, task.microbatch)
                 since = last.get(stage, -1)
@@ -299,6 +302,8 @@ class Table:
     def with_reductions(self, which: Callable[[int], bool], every: int | None = None) -> "Table":
         """Returns the same table with an `S` after the last backward of some stages.
 
+        A stage that has reductions keeps those.
+
         Args:
           which: tells for a stage whether its gradients are reduced so.
           every: the number of backwards after which there is an `S`, too; None for none of these.
@@ -308,13 +313,13 @@ class Table:
         >>> print(*table.with_reductions(lambda stage: stage == 0).ranks[0])
         F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 S0.1 B1.0 B1.1
         """
-        ranks = []
+        ranks, has = [], {task.stage for task in self.tasks if task.kind is Kind.S}
         for order in self.ranks:
             computing = [task for task in order if task.kind.lane == "compute"]
             done, added = dict[int, int](), dict[int, list[Task]]()
             last = {task.stage: n for n, task in enumerate(computing) if task.kind in Kind.S.takes}
             for n, task in enumerate(computing):
-                if which(task.stage) and task.kind in (Kind.B, Kind.W):
+                if task.kind in (Kind.B, Kind.W) and task.stage not in has and which(task.stage):
                     done[task.stage] = done.get(task.stage, 0) + 1
                     if n == last[task.stage] or (every and done[task.stage] % every == 0):
                         own = Task(Kind.S, task.stage, task.microbatch)
@@ -348,6 +353,34 @@ class Table:
                         if stage == task.stage:
                             found[maker].append(task)
         return {task: tuple(readers) for task, readers in found.items()}
+
+    @functools.cached_property
+    def chained(self) -> frozenset[Task]:
+        """Every computing task without a message between it and the one before it on its rank.
+
+        `jaxpp.place(fuse="chains")` makes one computation of such tasks, where they have no effect.
+
+        >>> from jaxpp.schedules import OneFOneB
+        >>> print(*sorted(map(str, OneFOneB().table(num_stages=2, num_microbatches=2).chained)))
+        B1.0 B1.1
+        """
+        reads = self.stage_inputs or chain(self.num_stages)
+        read_by = [[s for s, own in enumerate(reads) if n in own] for n in range(len(reads))]
+
+        def is_remote(task: Task, stages: Sequence[int]) -> bool:
+            ranks = self.directions[self.direction_of[task.microbatch]]
+            return any(ranks[stage] != ranks[task.stage] for stage in stages)
+
+        found = set()
+        for before, task in (pair for order in self.ranks for pair in itertools.pairwise(order)):
+            sent = {Kind.F: read_by, Kind.B: reads, Kind.I: reads}.get(before.kind)
+            needed = {Kind.F: reads, Kind.B: read_by, Kind.I: read_by}.get(task.kind)
+            apart = (sent and is_remote(before, sent[before.stage])) or (
+                needed and is_remote(task, needed[task.stage])
+            )
+            if not apart and before.kind.lane == task.kind.lane == "compute":
+                found.add(task)
+        return frozenset(found)
 
     @functools.cached_property
     def lanes(self) -> tuple[str, ...]:

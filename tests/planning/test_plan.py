@@ -240,8 +240,8 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan, path = planned(profile_of(UNEVEN)), tmp_path / "plan.json"
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 8}))
-    with pytest.raises(ValueError, match="is a plan of version 8, and this jaxpp reads version 9"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 10"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):

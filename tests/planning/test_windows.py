@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp.schedules import Kind, by_name, check
+from jaxpp.planning._plan import solve
+from jaxpp.schedules import FromTable, by_name, check
 from tests.scripts import load_script
 
 WIDTH, MICROBATCHES, ORDER = 64, 4, "gpipe(stages_per_rank=2)"
@@ -28,25 +29,34 @@ def unlimited(zero=3):
     return script().problem(WIDTH, MICROBATCHES, **options)
 
 
-def test_a_plan_that_needs_windows_and_offload_at_once_runs_as_planned(tmp_path):
+@pytest.mark.parametrize("name", [ORDER, "synthesized"])
+def test_a_plan_that_needs_windows_and_offload_at_once_runs_as_planned(tmp_path, name):
     free, (weights, x) = unlimited()
     plan = script().limited(free)
     limit = plan.problem.memory_limit
     assert all(limit < own for own in script().alone(free))
-    assert Kind.O in plan.activations and plan.choice.reduces and plan.choice.held
+    assert plan.choice and plan.choice.reduces and plan.choice.held
+    if name == "synthesized":
+        slower = plan
+        plan = solve(dataclasses.replace(plan.problem, schedules=(ORDER, name)))
+        assert plan.schedule == name and plan.seconds < slower.seconds
+        assert plan.choice and plan.choice.reduces and plan.choice.held == 1
     assert max(plan.peak_bytes) <= limit and plan.lower_bound <= plan.seconds
     text = str(plan)
+    assert "offloaded: the activations of stages 0, 1" in text
     assert "gathered: parameters of " in text and "after the last backward of a stage" in text
     table = plan.order.table_for_ranks(2, MICROBATCHES)
     check(table)
     assert set("GSOL") <= table.kinds
+    order = FromTable(plan.table) if plan.table else by_name(name)
     assert plan.timeline.makespan == pytest.approx(
-        plan.problem.cutter(MICROBATCHES, by_name(ORDER)).timeline(plan.choice).makespan
+        plan.problem.cutter(MICROBATCHES, order).timeline(plan.choice).makespan
     )
     plan.save(tmp_path / "plan.json")
     assert jaxpp.Plan.load(tmp_path / "plan.json") == plan
 
     step = script().step_of(plan, plan.order)
+    assert jaxpp.certify(step, weights, x).exact
     measured, predicted = script().memory_peaks(step, (weights, x))
     np.testing.assert_allclose(measured, predicted, rtol=0.02)
     results = [
@@ -64,7 +74,7 @@ def test_a_plan_that_needs_windows_and_offload_at_once_runs_as_planned(tmp_path)
 
 def test_windows_count_where_state_is_split():
     """The times and bytes are those that the tasks of a stage say."""
-    for zero, windows in ((0, 1), (1, 2), (3, 6)):
+    for zero, windows in ((0, 1), (1, 2), (3, 8)):
         free, _ = unlimited(zero)
         cutter = free.problem.cutter(MICROBATCHES, by_name(ORDER))
         choices, own = cutter.windows(cutter.even), 4 * WIDTH**2

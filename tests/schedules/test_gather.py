@@ -16,6 +16,7 @@ from jaxpp.schedules import (
     Kind,
     Memory,
     Offload,
+    Recompute,
     Reduce,
     ScheduleError,
     check,
@@ -127,6 +128,16 @@ def test_a_table_without_a_backward_gathers_too():
 def test_a_gather_that_nothing_reads_is_refused():
     with pytest.raises(ScheduleError, match=r"G\[stage 0, microbatch 0\] .*gather.*drop it"):
         check(from_tasks([["F0.0", "G0.0", "H0.0", "B0.0"]]))
+    with pytest.raises(ScheduleError, match=r"H\[stage 0.* again what a G of its stage makes"):
+        check(from_tasks([["F0.0", "H0.0", "B0.0"]]))
+
+
+def test_what_is_offloaded_is_not_computed_again():
+    made = Recompute(Offload("gpipe", stages=[0])).table(2, 3)
+    check(made)
+    assert {*"RO"} <= made.kinds
+    assert {(t.kind, t.stage) for t in made.tasks if t.kind in "RO"} == {("O", 0), ("R", 1)}
+    check(Recompute(Offload("1f1b")).table(2, 4))
 
 
 @pytest.mark.parametrize("wrong", [dict(held=-1), dict(ahead=-1)])

@@ -46,10 +46,6 @@ class Cutter:
     def _known(self) -> dict[Choice, tuple[float, float, float]]:
         return {}
 
-    @functools.cached_property
-    def _most(self) -> int:
-        return max(len({task.stage for task in order}) for order in self.plain.ranks)
-
     def table(self, choice: Choice) -> Table:
         """Returns the table in which stages keep, gather and reduce what a choice says."""
         ways, key = choice.ways, dataclasses.replace(choice, cuts=())
@@ -58,29 +54,30 @@ class Cutter:
             if any(ways):
                 table = table.with_recomputation(lambda task: ways[task.stage] == Kind.R)
                 table = table.with_offload(lambda task: ways[task.stage] == Kind.O, choice.ahead)
-            if choice.held is not None:
-                table = table.with_gathers(lambda _: True, choice.held)
-            if choice.reduces:
-                table = table.with_reductions(lambda _: True)
-            self._tables[key] = table
+            self._tables[key] = choice.added_to(table)
         return self._tables[key]
 
     def windows(self, choice: Choice) -> list[Choice]:
-        """Returns a choice with each of the windows that its parameters and sums may have.
-
-        Sums of stages that two ranks have are reduced after all tasks.
-        """
-        most = self._most if self.setting.zero == 3 else 0
-        reduces = (False, True) if self.setting.zero and len(choice.placement) == 1 else (False,)
-        return [
-            dataclasses.replace(choice, held=held, reduces=own)
-            for held, own in itertools.product((None, *range(1, most + 1)), reduces)
-        ]
+        """Returns a choice with each of the windows that its parameters and sums may have."""
+        return choice.choices(self.plain, self.setting.zero == 3, self.setting.zero > 0)
 
     def best_windows(self, choice: Choice) -> Choice:
         """Returns the choice, whose activations are all kept, with the best of its windows."""
         kept = dataclasses.replace(choice, ways=("",) * choice.num_stages)
         return min(self.windows(kept), key=self.value)
+
+    def best_fuse(self, choice: Choice) -> Choice:
+        """Returns the choice with the tasks fused that make it faster; a small gain is not taken.
+
+        Chains hold what all of their tasks need at once, so there are none within a memory limit.
+        """
+        choice = dataclasses.replace(choice, fuse="none")
+        if not self.setting.fusing or self.setting.steps > 1:
+            return choice
+        ways = ("pairs", "chains") if self.setting.memory_limit == math.inf else ("pairs",)
+        best = min((dataclasses.replace(choice, fuse=own) for own in ways), key=self.value)
+        over, seconds, _ = self.value(best)
+        return best if not over and seconds < (1 - EXACT) * self.value(choice)[1] else choice
 
     def hopeless(self) -> str:
         """Says why there is no cut for the schedule; empty where there may be one."""

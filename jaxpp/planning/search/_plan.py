@@ -41,7 +41,7 @@ class LayersPlan(_files.JsonFile):
     """
 
     KIND: ClassVar[str] = "layers_plan"
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6
 
     setting: Setting
     choice: Choice

@@ -227,8 +227,11 @@ def synthesized(
         setting: the layers and the machine.
         choice: the cut and the placement.
         whole: whether backwards may be whole, too, where the choice has halves.
-        **options: as for `synthesize`.
+        **options: as for `synthesize`. Where it chooses windows, those of the choice do not count.
     """
+    gathers, reduces = options.get("gather"), options.get("reduce")
+    if gathers or reduces:
+        choice = dataclasses.replace(choice, held=0 if gathers else None, reduces=bool(reduces))
     placement, speeds = choice.placement, setting.speeds
 
     def on_its_rank(values: Sequence[float]) -> Callable[[Task], float]:
@@ -244,8 +247,9 @@ def synthesized(
         setting.costs(choice), forward=forward, input_grad=first, weight_grad=rest,
         backward=of_whole if whole and setting.layers.backward else None,
     )  # fmt: skip
-    held = zip(setting.resident(choice), setting.windowed(choice), strict=True)
-    limits = [setting.memory_limit - sum(own) for own in held]
+    limits = [setting.memory_limit - own for own in setting.resident(choice)]
+    if not (gathers or reduces):
+        limits = [a - b for a, b in zip(limits, setting.windowed(choice), strict=True)]
     try:
         return synthesize(
             costs, placement, setting.microbatches, memory=setting.memory(choice),

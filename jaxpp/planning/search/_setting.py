@@ -5,11 +5,22 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from jaxpp._messages import check_number
 from jaxpp.planning.search._layers import Layers, sums
-from jaxpp.schedules import Costs, Kind, Machine, Memory, Table, Task, Timeline, joined, simulate
+from jaxpp.schedules import (
+    Costs,
+    Kind,
+    Machine,
+    Memory,
+    Table,
+    Task,
+    Timeline,
+    Windows,
+    joined,
+    simulate,
+)
 
 
 class Options(TypedDict, total=False):
@@ -51,7 +62,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Windows):
     """A cut, the placement of its stages, the form of backwards, and what stages keep.
 
     Args:
@@ -62,10 +73,9 @@ class Choice:
             `""`, computed again, `"R"`, or in the memory of the host meanwhile, `"O"`; by default
             all are kept.
         ahead: how many tasks ahead they are loaded from there, as in `jaxpp.schedules.Offload`.
-        held: of how many stages a rank holds gathered parameters at once, as in
-            `jaxpp.schedules.Gather`; None where each task gathers what it reads.
-        reduces: whether the sums of a stage are reduced after its last backward, as by
-            `jaxpp.schedules.Reduce`, and not after all tasks.
+        fuse: which tasks become one computation, as for `jaxpp.place(fuse=)`.
+        held: see `jaxpp.schedules.Windows`; with None each task gathers what it reads itself.
+        reduces: see `jaxpp.schedules.Windows`.
     """
 
     cuts: tuple[int, ...]
@@ -73,8 +83,7 @@ class Choice:
     halves: bool = True
     ways: tuple[str, ...] = ()
     ahead: int = 1
-    held: int | None = None
-    reduces: bool = False
+    fuse: Literal["none", "pairs", "chains"] = "none"
 
     @property
     def num_stages(self) -> int:
@@ -176,6 +185,7 @@ class Setting(Ranks):
         unit: the unit of times, such as `"s"`.
         batch: for each argument that is sliced, its bytes in a microbatch, and the layers that read
             it. Where it is given, a rank holds its batch, and messages, beside activations.
+        fusing: what a step gains by each task that is in one computation with the one before it.
     """
 
     layers: Layers
@@ -184,6 +194,7 @@ class Setting(Ranks):
     is_fed: bool = dataclasses.field(default=False, kw_only=True)
     unit: str = dataclasses.field(default="", kw_only=True)
     batch: tuple[tuple[float, tuple[int, ...]], ...] = dataclasses.field(default=(), kw_only=True)
+    fusing: float = dataclasses.field(default=0.0, kw_only=True)
 
     @functools.cached_property
     def sums(self) -> dict[str, list[float]]:
@@ -246,8 +257,8 @@ class Setting(Ranks):
 
     def described(self, choice: Choice) -> list[str]:
         """Says in lines which windows of gathers and reductions a choice has, if it has some."""
-        held = choice.held and f"of {choice.held} of a rank's stages at once"
-        gathers = f"gathered: parameters {held or 'by each task'}"
+        held = f"of {choice.held} of a rank's stages at once" if choice.held else "before each task"
+        gathers = f"gathered: parameters {'by each task' if choice.held is None else held}"
         when = "after the last backward of a stage" if choice.reduces else "after all tasks"
         return [gathers] * (self.zero == 3) + [f"reduced: gradients {when}"] * (self.zero > 0)
 
@@ -329,7 +340,8 @@ class Setting(Ranks):
             for stage, rank in enumerate(ranks):
                 own[rank].append(whole[stage])
         others = choice.reduces * (self.replicas - 1) / self.replicas
-        gathered = (sum(sorted(each)[len(each) - (choice.held or 0) :]) for each in own)
+        held = 0 if choice.held is None else max(choice.held, 1)
+        gathered = (sum(sorted(each, reverse=True)[:held]) for each in own)
         return [a + others * sum(b) for a, b in zip(gathered, own, strict=True)]
 
     def copies(self, reduces: bool) -> float:
@@ -440,6 +452,21 @@ class Setting(Ranks):
         )
         table = dataclasses.replace(table, stage_inputs=self.graph(choice))
         table = joined(table, self.steps) if self.steps > 1 else table
-        return simulate(
-            table, self.costs(choice), memory=self.memory(choice), machine=machine, overlap="none"
-        )
+        costs, together = self._fused(table, choice), "none" if choice.fuse == "none" else "atomic"
+        memory = self.memory(choice)
+        return simulate(table, costs, memory=memory, machine=machine, overlap=together)
+
+    def _fused(self, table: Table, choice: Choice) -> Costs:
+        """Returns the costs of the stages, less what tasks gain that are not dispatched alone."""
+        costs = self.costs(choice)
+        chained = table.chained if choice.fuse == "chains" else ()
+
+        def of(task: Task) -> float:
+            return max(0.0, costs.of(task) - self.fusing * (task in chained))
+
+        def together(first: Task, second: Task) -> float:
+            return max(0.0, of(first) + of(second) - self.fusing * (second not in chained))
+
+        computing = {kind.field: of for kind in map(Kind, "FBIWR")}
+        both = dataclasses.replace(costs, overlapped=together, **computing)  # pyright: ignore
+        return costs if choice.fuse == "none" else both

@@ -62,9 +62,13 @@ def check_axes(
         )
     if PIPELINE_AXIS not in names:
         raise ValueError(f"{kind} needs an axis named {PIPELINE_AXIS!r}, got {names}.")
-    types = (AxisType.Auto,) * len(names) if axis_types is None else tuple(axis_types)
-    if len(types) != len(names):
-        raise ValueError(f"{kind} needs a type for each of its axes {names}, got {types}.")
+    types: Any = (AxisType.Auto,) * len(names) if axis_types is None else axis_types
+    types = tuple(types) if isinstance(types, Iterable) else ()
+    if len(types) != len(names) or not all(isinstance(own, AxisType) for own in types):
+        raise ValueError(
+            f"{kind} needs a type for each of its axes {names}, a jax.sharding.AxisType, got "
+            f"{axis_types}."
+        )
     sizes = dict(zip(names, shape, strict=True))
     if any(n < 1 for n in shape):
         raise ValueError(f"{kind} needs axes of size 1 at least, got {sizes}.")

@@ -9,7 +9,7 @@ from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, Task
 
 #: How many tasks ahead loads are, where activations are offloaded.
-AHEAD = (1, 2, 4)
+AHEAD = (1, 2, 4, 0)
 
 
 def fitted(

@@ -23,6 +23,10 @@ class Synthesized(Schedule):
       memory: what tasks hold; by default activations.
       memory_limit: the most that a rank may hold.
       split_backward: whether backwards may be run as their halves.
+      recompute: whether activations may be computed again: see `synthesize`, as for the next three.
+      offload: whether they may be offloaded.
+      gather: whether the table has windows of gathers.
+      reduce: whether it has windows of reductions.
       evaluations: how long to search: see `SearchOptions`.
       graph: for each stage the stages that it reads from, where no function says it; by default the
         one before.
@@ -39,6 +43,10 @@ class Synthesized(Schedule):
     memory: Memory | None = dataclasses.field(default=None, kw_only=True)
     memory_limit: float = dataclasses.field(default=math.inf, kw_only=True)
     split_backward: bool = dataclasses.field(default=True, kw_only=True)
+    recompute: bool = dataclasses.field(default=False, kw_only=True)
+    offload: bool = dataclasses.field(default=False, kw_only=True)
+    gather: bool = dataclasses.field(default=False, kw_only=True)
+    reduce: bool = dataclasses.field(default=False, kw_only=True)
     evaluations: int = dataclasses.field(default=2000, kw_only=True)
     graph: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), kw_only=True)
 
@@ -105,5 +113,9 @@ def _synthesis(schedule: Synthesized, num_stages: int, num_microbatches: int) ->
         memory_limit=schedule.memory_limit,
         stage_inputs=schedule.graph or None,
         split_backward=schedule.split_backward,
+        recompute=schedule.recompute,
+        offload=schedule.offload,
+        gather=schedule.gather,
+        reduce=schedule.reduce,
         evaluations=schedule.evaluations,
     )

@@ -1,5 +1,6 @@
 """Finds a table for any placement, costs and memory, by a portfolio, and a lower bound."""
 
+import contextlib
 import dataclasses
 import graphlib
 import itertools
@@ -16,13 +17,14 @@ from jaxpp.schedules._check import check
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._custom import FromTable
 from jaxpp.schedules._kinds import Kind
-from jaxpp.schedules._simulation import Timeline, simulate
+from jaxpp.schedules._simulation import Machine, Timeline, simulate
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
 from jaxpp.schedules._synthesis._fitting import fitted, offloads_to_fit
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Table, Task
+from jaxpp.schedules._windows import Windows
 from jaxpp.schedules.simulator import Objective, OrderProblem, shape_of
 
 _Model = TypeVar("_Model", Costs, Memory)
@@ -39,6 +41,7 @@ class Synthesis:
       value: the value of the table.
       lower_bound: a value that no table for this problem beats.
       source: which of the portfolio made the table.
+      windows: the windows of its gathers and reductions.
 
     >>> from jaxpp.schedules import Costs, synthesize
     >>> synthesize(Costs(), (0, 1, 2, 3), 8, memory_limit=4)
@@ -51,6 +54,7 @@ class Synthesis:
     value: float
     lower_bound: float
     source: str
+    windows: Windows = dataclasses.field(default=Windows(), repr=False)
 
     @property
     def gap(self) -> float:
@@ -120,6 +124,8 @@ def synthesize(
     split_backward: bool = True,
     recompute: bool = False,
     offload: bool = False,
+    gather: bool = False,
+    reduce: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Synthesis:
     """Finds a table for any placement, costs and memory, and a lower bound on any table's value.
@@ -129,9 +135,8 @@ def synthesize(
     from the best. None is over the memory limit, and the result is never worse than the best
     schedule of the catalogue that fits. The same arguments give the same table, unless `time_limit`
     cuts the search short, or the exact solver is asked for. Tasks do not overlap here:
-    `costs.overlapped` is not used, and overlapping pairs count as one task after the other. Windows
-    of `Gather` and `Reduce` are none of its choices, but of `jaxpp.plan` and `jaxpp.plan_layers`
-    (`zero=`), nor is what `jaxpp.place` fuses.
+    `costs.overlapped` is not used, and overlapping pairs count as one task after the other. What
+    `jaxpp.place` fuses is none of its choices.
 
     Args:
       costs: the time of tasks and transfers, as `simulate` takes them.
@@ -146,16 +151,25 @@ def synthesize(
       recompute: whether activations may be computed again: besides the tables that fit, those that
         are best without the limit then have an `R` for what they would hold longest.
       offload: the same with an `O` and an `L`, at the costs of these.
+      gather: whether parameters are split, so that tasks of a `Gather` have to gather them: at
+        least once for each stage of a rank, at most for each task, as the limit allows. A gather
+        comes right before its first reader.
+      reduce: whether gradients are reduced over replicas: after the last backward of a stage, as by
+        `Reduce`, or those of a rank after all its tasks. Then it holds what `memory` has of a
+        reduction all the time. Sums of stages that two ranks have are reduced after all tasks.
       **options: how long to search; see `SearchOptions`.
 
     Raises:
       ValueError: the placement is not one, the directions do not divide the microbatches, or not
-        even one microbatch fits the memory limit.
+        even one microbatch fits the memory limit, with what it gathers.
       ImportError: `exact` is asked for, and OR-tools is not installed.
 
     >>> found = synthesize(Costs(latency=0.25), (0, 1, 2, 3), 8, memory_limit=4)
     >>> found.value, found.lower_bound, max(Memory().peaks(found.table))
     (30.0, 30.0, 4.0)
+    >>> costs, memory = Costs(gather=0.5), Memory(gather=1.0)
+    >>> found = synthesize(costs, (0, 1, 0, 1), 2, memory=memory, memory_limit=1.5, gather=True)
+    >>> print(found.windows.held, found.value, *found.table.ranks[0])
     """
     check_options(synthesize, options, SearchOptions)
     for name, value in options.items():
@@ -167,7 +181,7 @@ def synthesize(
         (memory or Memory()).by_stage(placement[0]),
         _limits(memory_limit, max(map(max, placement)) + 1), objective,
         _graph(stage_inputs, len(placement[0])),
-        split_backward,
+        split_backward, gather, reduce,
     ).synthesized(recompute, offload, options)  # fmt: skip
 
 
@@ -183,6 +197,8 @@ class Case:
     objective: Objective
     graph: tuple[tuple[int, ...], ...] | None
     split_backward: bool
+    gather: bool = False
+    reduce: bool = False
 
     def synthesized(self, recompute: bool, offload: bool, options: SearchOptions) -> Synthesis:
         """Returns the best table that is found."""
@@ -192,25 +208,57 @@ class Case:
             catalogue_tables(self.placement, self.num_microbatches, self.graph),
             key=lambda named: named[0] not in CATALOGUE,
         )
-        found, bound = self._searched(tables, options, deadline)
+        plain = dataclasses.replace(self, gather=False, reduce=False)
+        found, bound = plain._searched(tables, options, deadline)
         if self._has_both:
             found += [(name, dataclasses.replace(table, overlaps=frozenset()))
                       for name, table in tables if self._fits(table)]  # fmt: skip
-        if (recompute or offload) and min(self.limits) < math.inf:
-            free = dataclasses.replace(self, limits=[math.inf] * len(self.limits))
+        # Tables that others may come of, by windows, recomputation or offload.
+        starts = [(name, table) for name, table in tables
+                  if self.split_backward or not table.splits_backward]  # fmt: skip
+        recompute, offload = (own and min(self.limits) < math.inf for own in (recompute, offload))
+        if recompute or offload:
+            free = dataclasses.replace(plain, limits=[math.inf] * len(self.limits))
             left = max(0.0, deadline - time.monotonic())
             best = free.synthesized(False, False, {**options, "time_limit": left, "exact": 0.0})
             bound = min(bound, best.lower_bound)
-            for name, table in [(best.source, best.table), *tables]:
-                if self.split_backward or not table.splits_backward:
-                    found += self._fitted(name, table, recompute, offload)
-        return _best(found, self.costs, self.memory, self.objective, bound)
+            starts.insert(0, (best.source, best.table))
+        alone = [("one at a time", p.to_table(one_at_a_time(p))) for p in self._problems]
+        results: list[Synthesis] = []
+        if self.gather or self.reduce:
+            bound = self._with_collectives(bound)
+            for limits in self._rooms():
+                with contextlib.suppress(ValueError):  # not even one microbatch fits
+                    within = dataclasses.replace(plain, limits=limits)
+                    found += within._searched(tables, {**options, "exact": 0.0}, deadline)[0]
+            starts = [*found, *starts, *alone]
+        else:
+            results = [self._simulated(name, table) for name, table in found]
+            starts = starts if recompute or offload else []
+        least = min((own.value for own in results), default=math.inf)
+        for name, table in starts:
+            if least < math.inf and time.monotonic() > deadline:
+                break
+            for own in self._varied(name, table, recompute, offload, least):
+                least = min(least, own.value)
+                results.append(own)
+        if not results:
+            raise ValueError(self._why_none(alone))
+        best = min(results, key=lambda own: own.value)
+        check(best.table)
+        # The bound adds the same times in another order: it may be too high by a rounding error.
+        assert bound <= best.value * (1 + 1e-6), "a table beats the lower bound"
+        return dataclasses.replace(best, lower_bound=min(bound, best.value))
 
     @property
     def _has_both(self) -> bool:
         """Tells whether a backward has two forms: its halves together are not the whole."""
         whole = self.costs.backward is None and self.memory.backward is None
         return self.split_backward and not whole
+
+    @property
+    def _problems(self) -> list[OrderProblem]:
+        return [*map(self.problem, [True, False] if self._has_both else [self.split_backward])]
 
     def problem(self, split: bool) -> OrderProblem:
         """Numbers the tasks, with the backward whole or split; microbatches take turns."""
@@ -243,7 +291,7 @@ class Case:
         self, tables: Sequence[tuple[str, Table]], options: SearchOptions, deadline: float
     ) -> tuple[list[tuple[str, Table]], float]:
         """Returns the best table with each form of a backward, and a bound on all."""
-        problems = [*map(self.problem, [True, False] if self._has_both else [self.split_backward])]
+        problems = self._problems
         _check_feasible(problems, self.limits)
         bound = lower_bound(problems[0])
         if self._has_both:
@@ -265,36 +313,100 @@ class Case:
     def _fits(self, table: Table) -> bool:
         return _fits(self.memory.peaks(table), self.limits)
 
-    def _fitted(
-        self, name: str, table: Table, recompute: bool, offload: bool
-    ) -> Iterator[tuple[str, Table]]:
-        """Returns tables that fit because they compute some activations again, or offload them."""
+    def _varied(
+        self, name: str, table: Table, recompute: bool, offload: bool, least: float
+    ) -> Iterator[Synthesis]:
+        """Returns what fits of a table, with each of its windows, and may take less than `least`.
+
+        Where all is not kept, some activations are computed again, or offloaded.
+        """
         alone = dataclasses.replace(table, overlaps=frozenset())
-        again = fitted(alone, self.memory, self.limits, Table.with_recomputation)
-        if recompute and again:
-            yield f"{name}, recomputed", again
-        for away in offloads_to_fit(alone, self.memory, self.limits) if offload else ():
-            if _fits(simulate(away, self.costs, memory=self.memory).peak_memory, self.limits):
-                yield f"{name}, offloaded", away
+        if self._is_slow(self._simulated(name, alone, None), least):
+            return
+        for windows in self._windows(alone):
+            kept = self._simulated(name, windows.added_to(alone), windows)
+            if self._is_slow(kept, least):
+                continue
+            tables = [(name, kept.table)]
+            if not _fits(kept.timeline.peak_memory, self.limits):
+                resident = kept.timeline.machine.held(len(self.limits))
+                limits = [a - b for a, b in zip(self.limits, resident, strict=True)]
+                again = fitted(kept.table, self.memory, limits, Table.with_recomputation)
+                tables = [(f"{name}, recomputed", again)] if recompute and again else []
+                if offload:
+                    away = offloads_to_fit(kept.table, self.memory, limits)
+                    tables += [(f"{name}, offloaded", own) for own in away]
+            for source, own in tables:
+                made = self._simulated(source, own, windows)
+                if _fits(made.timeline.peak_memory, self.limits):
+                    least = min(least, made.value)
+                    yield made
 
+    def _windows(self, table: Table) -> list[Windows]:
+        """Returns the windows that a table may have; what is split has to be gathered."""
+        found = Windows().choices(table, self.gather, self.reduce)
+        return [own for own in found if not self.gather or own.held is not None]
 
-def _best(
-    results: Sequence[tuple[str, Table]],
-    costs: Costs,
-    memory: Memory,
-    objective: Objective,
-    bound: float,
-) -> Synthesis:
-    found = []
-    for source, table in results:
-        timeline = simulate(table, costs, memory=memory)
-        value = timeline.makespan if objective == "wall" else timeline.longest_span
-        # The bound adds the same times in another order: it may be too high by a rounding error.
-        assert bound <= value * (1 + 1e-6), "a table beats the lower bound"
-        found.append(Synthesis(table, timeline, objective, value, min(bound, value), source))
-    best = min(found, key=lambda synthesis: synthesis.value)
-    check(best.table)
-    return best
+    def _is_slow(self, found: Synthesis, least: float) -> bool:
+        """Tells that nothing which has the tasks of a table, and more, takes less."""
+        return self.objective == "wall" and found.value >= least
+
+    def _simulated(self, source: str, table: Table, windows: Windows | None = None) -> Synthesis:
+        """Simulates a table; sums that its windows do not reduce are reduced after its tasks."""
+        machine = Machine()
+        if self.reduce and windows and not windows.reduces:
+            times, sizes = (self._collectives(model)[1] for model in (self.costs, self.memory))
+            machine = Machine(optimizer=[*map(sum, times)], resident=[*map(sum, sizes)])
+        timeline = simulate(table, self.costs, memory=self.memory, machine=machine)
+        value = timeline.makespan if self.objective == "wall" else timeline.longest_span
+        return Synthesis(table, timeline, self.objective, value, 0.0, source, windows or Windows())
+
+    def _collectives(self, model: Costs | Memory) -> list[list[list[float]]]:
+        """Returns of gathers and of reductions, for each rank, the least of each of its stages."""
+        stages: list[set[int]] = [set() for _ in self.limits]
+        for stage, rank in itertools.chain(*map(enumerate, self.placement)):
+            stages[rank].add(stage)
+        return [
+            [[asked and min(model.of(Task(kind, stage, i)) for i in range(self.num_microbatches))
+              for stage in own] for own in stages]
+            for kind, asked in ((Kind.G, self.gather), (Kind.S, self.reduce))
+        ]  # fmt: skip
+
+    def _rooms(self) -> list[list[float]]:
+        """Returns what windows leave of the limits, at least: for each number of stages held."""
+        gathered, sums = self._collectives(self.memory)
+        rooms = [
+            [limit - sum(sorted(own, reverse=True)[:held]) - sum(rest)
+             for limit, own, rest in zip(self.limits, gathered, sums, strict=True)]
+            for held in range(1, 1 + max(map(len, gathered)))
+        ]  # fmt: skip
+        return [room for n, room in enumerate(rooms) if room not in [self.limits, *rooms[:n]]]
+
+    def _with_collectives(self, bound: float) -> float:
+        """Adds collectives to a bound on the tasks that compute.
+
+        One gather at least comes before all of these, also in a span, and one reduction after them.
+        Those of a rank do not overlap.
+        """
+        gathers, sums = self._collectives(self.costs)
+        first = min(map(min, gathers))
+        together = max(sum(a) + sum(b) for a, b in zip(gathers, sums, strict=True))
+        return max(bound + first + min(map(min, sums)), together)
+
+    def _why_none(self, tables: Sequence[tuple[str, Table]]) -> str:
+        """Says why nothing fits: what a microbatch alone needs with what is gathered and summed."""
+        each = (
+            self._simulated(name, windows.added_to(table), windows).timeline.peak_memory
+            for name, table in tables
+            for windows in self._windows(table)
+        )
+        over = ([own - limit for own, limit in zip(p, self.limits, strict=True)] for p in each)
+        most, rank = min(max((own, rank) for rank, own in enumerate(peaks)) for peaks in over)
+        return (
+            f"rank {rank} may hold {self.limits[rank]:g}, but a microbatch alone makes it hold "
+            f"{self.limits[rank] + most:g}, with gathered parameters and sums of gradients: no "
+            f"table was found that fits; raise memory_limit by {most:g}, or give the rank less."
+        )
 
 
 def _directions(

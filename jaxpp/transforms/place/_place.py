@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, get_args
 
 import jax
@@ -159,6 +159,8 @@ def _axes_inside(
     name: str, given: str | Sequence[str], inside: AbstractMesh | None
 ) -> tuple[str, ...]:
     """Finds the axes that an argument of `place` names, and checks that they are inside a rank."""
+    if not isinstance(given, Iterable):
+        raise ValueError(f"place: {name} is the name of an axis inside a rank, got {given!r}.")
     axes = (given,) if isinstance(given, str) else tuple(given)
     known = tuple(axis_sizes(inside))
     for axis in axes:

@@ -253,8 +253,9 @@ class Loop:
                 f"inserts {name}, but its work is that of other kinds, which it takes or makes "
                 f"again; put such tasks into the table alone."
             )
-        if before and tuple(before) not in [(t.kind, t.stage) for t in self.table.tasks]:
-            other = "".join(map(str, before))
+        known = [(t.kind, t.stage) for t in self.table.tasks]
+        if before and not (isinstance(before, list | tuple) and tuple(before) in known):
+            other = "".join(map(str, before)) if isinstance(before, Iterable) else repr(before)
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
         if before and (ranks := self._ranks_of(*before)) != (own := self._ranks_of("F", stage)):
             raise self._error(
@@ -354,7 +355,13 @@ class Loop:
         Args:
             change: gives the new order of a rank's tasks. It may add tasks of kinds of your own.
         """
-        ranks = tuple(tuple(change(tasks)) for tasks in self.table.ranks)
+        orders = [change(tasks) if callable(change) else change for tasks in self.table.ranks]
+        if wrong := [own for own in orders if not isinstance(own, Iterable)]:
+            raise self._error(
+                f"orders tasks by {wrong[0]!r}; give Loop.order a function that takes the tasks of "
+                f"a rank and returns those of its new order."
+            )
+        ranks = tuple(map(tuple, orders))
         before, now = (
             {pair for own in orders for pair in itertools.pairwise(own)}
             for orders in (self.table.ranks, ranks)
@@ -511,9 +518,12 @@ class Loop:
             ready = next((t for t in left if made.issuperset(t.invars)), None)
             if ready is None:
                 names = " and ".join(str(_key(t)) for t in left)
+                first = [str(_key(t)) for t in left if _key(t).kind.of_stage]
+                way = f" {' and '.join(first)} make values of constants for other tasks: let none "
+                way += "read what another makes, or schedule without Gather."
                 raise self._error(
                     f"makes a circle: {names} read values of each other, and none can run first; "
-                    f"let a task read values of tasks before it alone."
+                    f"let a task read values of tasks before it alone.{way if first[1:] else ''}"
                 )
             left.remove(ready)
             order.append(ready)

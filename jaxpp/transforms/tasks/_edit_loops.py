@@ -70,6 +70,8 @@ def edit_loops(
         >>> edited(jnp.eye(2), jnp.ones((8, 2))).shape
         (2, 2)
     """
+    if not callable(rule):
+        raise TypeError(f"edit_loops takes a rule, a function from a loop to a loop, got {rule!r}.")
     who = f"edit_loops: the rule {jaxprs.describe_function(rule)}"
     if hasattr(fun, "with_edit"):  # in a trace, it is the function that was placed
         raise TypeError(

@@ -420,6 +420,14 @@ def test_bad_meshes(args, message):
         jaxpp.MpmdMesh(*args)
 
 
+@pytest.mark.parametrize("types", [jax.sharding.AxisType.Auto, ("auto",), 5])
+def test_types_of_axes_that_are_none(types):
+    with pytest.raises(
+        ValueError, match=r"a type for each of its axes \('mpmd',\), a jax.sharding"
+    ):
+        jaxpp.MpmdMesh((2,), axis_types=types)
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_mesh_with_another_number_of_devices(number):
     with pytest.raises(

@@ -310,6 +310,7 @@ def test_splits_need_axes_inside_a_rank(mesh, options):
         ("rows", r"'rows'.*'data', 'model'"),
         (("data", "mpmd"), "'mpmd'.*no axis inside a rank"),
         (("data", "data"), "'data', twice"),
+        (1, "the name of an axis inside a rank, got 1"),
     ],
 )
 def test_an_axis_for_the_state_is_one_of_the_mesh(name, axes, words):

@@ -456,6 +456,27 @@ def before_no_task(loop):
     return loop.insert(K, 0, jnp.sin, [loop.values[0]], before=("I", 0))[0]
 
 
+def before_a_number(loop):
+    return loop.insert(K, 0, jnp.sin, [loop.values[0]], before=5)[0]
+
+
+def ordered_by_none(loop):
+    return loop.order(None)
+
+
+def gathers_again(loop):
+    def change(tasks):
+        return [Task(Kind.H, tasks[0].stage, 0), *tasks]
+
+    return loop.order(change)
+
+
+def gathers_in_a_circle(loop):
+    loop, made = loop.insert(E, 0, jnp.sin, loop.constants[:1])
+    loop, more = loop.insert(Kind.G, 0, jnp.sin, made)
+    return loop.read((E, 0), more, of=loop.constants[:1])
+
+
 def reads_a_gradient(loop):
     return loop.insert(K, 1, jnp.sin, list(loop.gradients(("B", 1))))[0]
 
@@ -566,6 +587,13 @@ def adds_a_result(loop):
         (reads_two_for_one, "lets F1 read 2 values in place of 1; give one for each"),
         (of_nothing, "inserts K0, which would make values of none; .* leave out a stage"),
         (before_no_task, "inserts K0 before I0, which the table does not have"),
+        (before_a_number, "inserts K0 before 5, which the table does not have"),
+        (ordered_by_none, "orders tasks by None; give Loop.order a function that takes the tasks"),
+        (gathers_again, r"H.stage 0.* makes again what a G of its stage makes, but none comes bef"),
+        (
+            gathers_in_a_circle,
+            "makes a circle.* E0 and G0 make values of constants .* without Gather",
+        ),
         (reads_a_gradient, "lets a task read a gradient of B1, .* by Loop.after"),
         (named_twice, "adds two results named 'same'; put the stage in the name"),
         (gives_nothing, "gave None; a rule gives the loop"),
@@ -591,6 +619,11 @@ def test_a_wrong_rule_is_refused_by_its_name_and_line(rule, words):
     line = rule.__code__.co_firstlineno
     with pytest.raises(ValueError, match=rf"`{rule.__name__}` \(.*test_edit.py:{line}\).*{words}"):
         edit_loops(grad_of(), rule)(WS, X)
+
+
+def test_a_rule_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="takes a rule, a function from a loop to a loop, got 3"):
+        edit_loops(grad_of(), 3)  # pyright: ignore
 
 
 def test_a_rule_that_gives_the_loop_of_an_earlier_call_is_refused():
