@@ -255,8 +255,7 @@ class WorkerGroup(Group):
             member.hello = hello
             self._check(member)
         warn_of_open_ports(member.hello.addresses for member in fresh)
-        timeout = self._settings.heartbeat_timeout
-        self._watch = WorkerWatch(self.members, timeout, self.library.describe, RESTART)
+        self._watch = WorkerWatch(self.members, self._settings.heartbeat_timeout, RESTART)
         self._watch.start()
         # Processes of the same number in their ranks send to each other.
         peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from jaxpp._program import Receive, Send
-from jaxpp.runtime.executor import check_transfers, interleave, transfers_of
+from jaxpp.runtime.executor import interleave
+from jaxpp.runtime.launched._transfers import check_transfers, transfers_of
 from jaxpp.runtime.transport import Puts, TransportError, _puts
 from tests.runtime.executor.test_executor import message, pipeline, program, run
 
