@@ -15,20 +15,16 @@ import ray
 import ray.exceptions
 
 from jaxpp._program import Bundle
-from jaxpp.runtime.remote._watch import WorkerWatch
-from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Settings, Worker
-from jaxpp.runtime.remote.cluster import (
-    ANSWER_TIMEOUT,
-    join_session,
-    leave_session,
+from jaxpp.runtime.remote._environment import warn_of_driver, warn_of_platform, worker_options
+from jaxpp.runtime.remote._places import (
     ranks_of_a_node,
     release_places,
     renew_places,
     reserve_places,
-    warn_of_driver,
-    warn_of_platform,
-    worker_options,
 )
+from jaxpp.runtime.remote._session import ANSWER_TIMEOUT, join_session, leave_session
+from jaxpp.runtime.remote._watch import WorkerWatch
+from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Settings, Worker
 from jaxpp.runtime.site import (
     POLL,
     RESTART,
@@ -158,7 +154,7 @@ class WorkerGroup(Group):
 
     def end_waits(self) -> None:
         """Ends all waits for workers with an error: a thread that waits for room holds `order`."""
-        self._watch.close()
+        self._watch.close()  # the closed watch stays, and refuses all calls
 
     def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
@@ -170,7 +166,8 @@ class WorkerGroup(Group):
         Raises:
             RuntimeError: a new one did not start; then all have ended, and it may be tried again.
         """
-        self._end_calls()
+        self.end_waits()
+        self._flying.clear()
         self._stored.clear()  # the session, and its store, may be new
         self._secret = secrets.token_bytes(32)
         room = renew_places(self._session, self._reservation)
@@ -215,12 +212,13 @@ class WorkerGroup(Group):
 
     def stop(self) -> None:
         """Ends all workers, and gives back their reservation in the cluster; may be repeated."""
+        self.end_waits()
         with self.order:
             if self.stopped:
                 return
             self.stopped = True
             try:
-                self._end_calls()
+                self._flying.clear()
                 if ray.is_initialized():  # else the session has gone, and all workers with it
                     fit = {m.worker: () for m in self.members if m.actor and not m.dead}
                     self.send(Process.close, fit).wait(ANSWER_TIMEOUT)
@@ -229,10 +227,6 @@ class WorkerGroup(Group):
                 with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
                     release_places(self._reservation)
                 leave_session(self._session)
-
-    def _end_calls(self) -> None:
-        self._watch.close()  # the closed watch stays, and refuses all calls
-        self._flying.clear()
 
     def _kill(self) -> None:
         for member in reversed(self.members):

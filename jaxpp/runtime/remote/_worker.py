@@ -16,7 +16,7 @@ import ray
 
 from jaxpp import _compat
 from jaxpp.runtime.arrays import Home, devices_of, home_over
-from jaxpp.runtime.remote.cluster import prepare_process
+from jaxpp.runtime.remote._environment import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
 from jaxpp.runtime.site import Failed, Hello, Process, in_order, lane
 from jaxpp.runtime.trace import stop_recording

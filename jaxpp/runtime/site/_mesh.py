@@ -72,15 +72,19 @@ class SiteMesh:
         if os.getpid() != self._owner or self._group.stopped:
             return
         try:
-            for save in list(self.saves) if self._group.is_well else ():
-                with contextlib.suppress(Exception):
-                    save.result()
+            self._wait_for_saves()
             if self._group.library.has_effects and self._group.is_well:
                 with contextlib.suppress(RuntimeError):  # a rank fails now
                     self._group.settle()
         finally:
             atexit.unregister(self._at_exit)
             self._group.stop()
+
+    def _wait_for_saves(self, timeout: float | None = None) -> None:
+        """Waits for checkpoints that are being written, each for some seconds at most."""
+        for save in list(self.saves) if self._group.is_well else ():
+            with contextlib.suppress(Exception):
+                save.result(timeout)
 
     def _at_exit(self) -> None:
         """Ends the mesh with the script; where another process has failed, so has this one."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpp.runtime.site._failure import Death, Failure, RankError, judge
-from jaxpp.runtime.site._member import Member
+from jaxpp.runtime.site._group import Member
 
 #: Seconds between two heartbeats.
 BEAT = 0.5

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ray")
 
 from jaxpp.runtime.site._failure import Death, Failure, judge  # noqa: E402
-from jaxpp.runtime.site._member import Member  # noqa: E402
+from jaxpp.runtime.site._group import Member  # noqa: E402
 from jaxpp.runtime.transport import PeerLost, TransportError  # noqa: E402
 
 OWN = Failure.of(KeyError("its own"), 2, 7, "F2.1", where="stage 2")
