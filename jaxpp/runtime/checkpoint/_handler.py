@@ -88,10 +88,7 @@ class _Numbers(_Saving, ocp.type_handlers.ScalarHandler):
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Saves and restores pytrees whose arrays may be on the ranks of a mesh.
-
-    With `copy` they may be donated before they have been written.
-    """
+    """Saves, as `_Saving` does, and restores pytrees whose arrays may be on ranks."""
 
     def __init__(self, copy: bool = True):
         arrays, numbers = self._saving = _Arrays(copy), _Numbers(copy)

@@ -159,10 +159,6 @@ class WorkerGroup(Group):
     def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
 
-        All workers are replaced where `jax.distributed` has joined some (running processes cannot
-        be joined again, and their collectives may wait for ever), and where JAX's transfers are
-        used, whose servers keep what nobody has pulled.
-
         Raises:
             RuntimeError: a new one did not start; then all have ended, and it may be tried again.
         """
@@ -172,6 +168,7 @@ class WorkerGroup(Group):
         self._secret = secrets.token_bytes(32)
         room = renew_places(self._session, self._reservation)
         lost, self._reservation = room is not self._reservation, room
+        # Running processes cannot be joined again, and servers of JAX keep what nobody has pulled.
         joined = self._settings.processes_per_rank > 1 or self._settings.transport == "jax"
         for member in reversed(self.members):  # without a rank's first process its others end
             if member.dead or joined or lost:

@@ -60,9 +60,6 @@ def to_driver(time: int, offsets: Sequence[Offset]) -> int:
     """Returns the driver's time at a time of another clock.
 
     Clocks do not run equally fast. The offset is on the line through those at two moments.
-
-    >>> to_driver(1500, [(1000, 50), (2000, 60)])
-    1555
     """
     (t0, first), (t1, last) = offsets
     return time + first + round((last - first) * (time - t0) / ((t1 - t0) or 1))
