@@ -12,14 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpp import _compat
 from jaxpp._program import PIPELINE_AXIS

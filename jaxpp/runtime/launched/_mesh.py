@@ -19,12 +19,7 @@ from jaxpp.runtime.launched._group import LaunchedGroup
 from jaxpp.runtime.launched._puts import Puts, PutTransport
 from jaxpp.runtime.launched._watch import host_of_processes
 from jaxpp.runtime.site import Hello, RankError, SiteMesh, keep_interrupts
-from jaxpp.runtime.transport import (
-    SocketTransport,
-    first_devices,
-    free_port,
-    join_processes,
-)
+from jaxpp.runtime.transport import SocketTransport, first_devices, free_port, join_processes
 
 #: The ways of arrays between processes.
 Transport = Literal["sockets", "device_put"]

@@ -15,13 +15,7 @@ import jax.numpy as jnp
 
 from jaxpp._program import Message
 from jaxpp.runtime.arrays import Home, is_ready
-from jaxpp.runtime.transport import (
-    RUN_AHEAD,
-    Payload,
-    SocketTransport,
-    TransportError,
-    lost_in_jax,
-)
+from jaxpp.runtime.transport import RUN_AHEAD, Payload, SocketTransport, TransportError, lost_in_jax
 
 #: Seconds between two looks at an array that has not come.
 LOOK = 1e-4
