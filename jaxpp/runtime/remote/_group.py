@@ -57,12 +57,15 @@ class WorkerMember(Member):
     actor: Any = None
     turn: int = 0
 
-    def call(self, method: Callable[..., Any], *args: Any, returns: int = 1) -> Any:
-        """Calls a method of `Worker` there; returns the reference to its result, or to each one."""
+    def call(self, method: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """Calls a method of `Worker` there, with Ray's options for it.
+
+        Returns the reference to its result, or to each one.
+        """
         if getattr(method, "lane", "") == "steps":
             args, self.turn = (self.turn, *args), self.turn + 1
         own = getattr(self.actor, method.__name__)
-        return own.remote(*args) if returns == 1 else own.options(num_returns=returns).remote(*args)
+        return own.options(**how).remote(*args) if how else own.remote(*args)
 
     def kill(self) -> None:
         """Ends the worker's process; it cannot be used again."""
@@ -188,14 +191,13 @@ class WorkerGroup(Group):
         """Empties workers; kills those that are not fit for work soon."""
         # All are aborted first: else one would take the reset of another for its loss. What was
         # called before and waits for a thread must not come to the new ranks.
-        for method, *args in (
-            (Process.abort, "The mesh is restarted."),
-            (Worker.pass_batches,),
-            (Worker.pass_fetches,),
-            (Worker.pass_aside,),
-            (Worker.reset, self._secret),
+        passes = [({"concurrency_group": n}, Worker.pulse) for n in ("batches", "fetches", "aside")]
+        for how, method, *args in (
+            ({}, Process.abort, "The mesh is restarted."),
+            *passes,
+            ({}, Worker.reset, self._secret),
         ):
-            call = self.send(method, {member.worker: tuple(args) for member in members})
+            call = self.send(method, {member.worker: tuple(args) for member in members}, **how)
             call.wait(ANSWER_TIMEOUT)  # for each, or a worker that does not answer takes all of it
             for member in members:
                 try:

@@ -203,18 +203,6 @@ class Worker(Process):
         gc.collect()  # the error that ended the step has references to its arrays
         return self.transport.addresses
 
-    @lane("batches")
-    def pass_batches(self) -> None:
-        """Returns once all batches that were to be loaded before have been."""
-
-    @lane("fetches")
-    def pass_fetches(self) -> None:
-        """Returns once all fetches before have begun."""
-
-    @lane("aside")
-    def pass_aside(self) -> None:
-        """Returns once all functions that were to run beside steps before have begun."""
-
     @lane("life")
     def live(self) -> NoReturn:
         """Raises the failure once the process has failed; Ray ends the call when it has died."""
@@ -222,4 +210,4 @@ class Worker(Process):
 
     @lane("control")
     def pulse(self) -> None:
-        """Answers a heartbeat."""
+        """Answers a heartbeat; in another lane, once all calls before have begun there."""

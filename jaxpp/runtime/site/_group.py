@@ -147,7 +147,7 @@ class Group:
         Args:
             method: the method: `Process.run`.
             args: the arguments by process.
-            **how: `returns`, the number of results of each.
+            **how: `num_returns`, the number of results of each, where these are several.
 
         Returns:
             The call that is under way. It has `wait(timeout)`, which tells whether it has ended;
@@ -192,8 +192,8 @@ class Group:
         The results of a call are those of the arrays; with `split`, each process gives its shares.
         """
         workers = self.workers(rank)[: None if split else 1]
-        many = len(numbers)
-        return [(self.send(Process.fetch, {w: (rank, numbers)}, returns=many), w) for w in workers]
+        how = {"num_returns": len(numbers)} if len(numbers) > 1 else {}
+        return [(self.send(Process.fetch, {w: (rank, numbers)}, **how), w) for w in workers]
 
     def wait(self, rank: int, number: int) -> tuple[Any, int]:
         """Starts to wait until a rank has computed an array: the call, and its process."""

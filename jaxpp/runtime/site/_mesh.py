@@ -205,23 +205,25 @@ class SiteMesh:
             Exception: what the function raised on a rank.
             RankError: a rank has failed.
         """
-        found = self._start(function, args, ordered, 1)()
+        found = self.apply_everywhere(function, args, ordered=ordered, processes=1)()
         return {rank: own[0] for rank, own in found.items()}
 
     def apply_everywhere(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+        self,
+        function: Callable[..., Any],
+        args: Mapping[int, tuple],
+        *,
+        ordered: bool = True,
+        processes: int | None = None,
     ) -> Callable[[], dict[int, list[Any]]]:
-        """Starts a function as `apply` does, in all processes of each rank, and does not wait.
+        """Starts a function as `apply` does, and does not wait.
+
+        It runs in the first `processes` of each rank, by default in all.
 
         Returns:
             What waits, and gives by rank what each process gave; it raises as `apply` does.
         """
-        return self._start(function, args, ordered, self.processes_per_rank)
-
-    def _start(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
-    ) -> Callable[[], dict[int, list[Any]]]:
-        """Starts a function in the first processes of some ranks."""
+        processes = processes or self.processes_per_rank
         packed = {rank: self._group.pack((function, *own)) for rank, own in args.items()}
         with self._group.order:
             self._group.check()
