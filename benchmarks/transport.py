@@ -101,20 +101,22 @@ def one_way(rank, pipe, case):
     import numpy as np
 
     from jaxpp._program import Message
-    from jaxpp.runtime.transport import Pulls, Puts, SocketTransport
+    from jaxpp.runtime.launched._puts import Puts, PutTransport
+    from jaxpp.runtime.transport import Pulls, SocketTransport
 
     length = case.nbytes // 4 // case.arrays
     values = [jnp.arange(length, dtype=jnp.int32) + n for n in range(case.arrays)]
     avals, names = tuple(v.aval for v in values), ("x",) * case.arrays
     there, back = [Message(r, r, 1 - r, names, names, avals) for r in (0, 1)]
     home, secret = jax.local_devices()[0], b"of the benchmark"
-    pulls = Pulls(home) if case.kind == "jax" else None
-    puts = None
     if case.kind == "device_put":
         homes = {device.process_index: device for device in jax.devices()}
         puts = Puts(homes, {rank}, lambda program: None)
-    kind: Any = "auto" if pulls or puts else case.kind
-    transport = SocketTransport({rank: home}, secret, kind=kind, pulls=pulls, puts=puts)
+        transport = PutTransport({rank: home}, secret, puts=puts)
+    else:
+        pulls = Pulls(home) if case.kind == "jax" else None
+        kind: Any = "auto" if pulls else case.kind
+        transport = SocketTransport({rank: home}, secret, kind=kind, pulls=pulls)
     try:
         pipe.send(transport.addresses)
         transport.connect({1 - rank: pipe.recv()})

@@ -115,11 +115,6 @@ def to_host(array: Any) -> np.ndarray:
 
     Raises:
         Exception: what the computation of the array raised.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> to_host(jnp.array([1.0, 2.0], "bfloat16"))
-        array([128,  63,   0,  64], dtype=uint8)
     """
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return own_share(array)[1]
@@ -175,12 +170,6 @@ def from_host(
     On CPU the bytes are taken without a copy where they start at a multiple of 64 bytes. Those of
     an array of several processes are of the `boxes` of this process's devices alone. An array of
     dtype float0, which no device has, is one of NumPy.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> x = jnp.array([1.0, 2.0], "bfloat16")
-        >>> from_host(to_host(x), ArrayType.of(x), jax.devices()[0])
-        Array([1, 2], dtype=bfloat16)
     """
     host = host_array(buffer, array_type if boxes is None else array_type.share(boxes))
     if array_type.dtype == _FLOAT0:
@@ -227,12 +216,6 @@ class ArrayMaker:
 
     For small arrays this takes a fraction of the time of `from_host`. The bytes of each array start
     at its offset in the buffer. Without specs all are whole.
-
-    Example:
-        >>> import jax
-        >>> types = ArrayType((3,), "int32"), ArrayType((2,), "bfloat16")
-        >>> ArrayMaker(types, (0, 16), jax.devices()[0])(bytes(4 * [1, 0, 0, 0]) + bytes(4 * [64]))
-        [Array([1, 1, 1], dtype=int32), Array([3, 3], dtype=bfloat16)]
     """
 
     def __init__(

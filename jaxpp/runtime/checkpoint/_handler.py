@@ -70,7 +70,7 @@ class _Saving(ocp.type_handlers.TypeHandler):
 
         name = f"jaxpp-{self._writer}"
         self.last = future.CommitFutureAwaitingContractedSignals(commit(), name=name)
-        for mesh in _meshes(values):  # whose end waits for the write
+        for mesh in meshes_of(values):  # whose end waits for the write
             mesh.saves.add(self.last)
         return [self.last]
 
@@ -88,10 +88,7 @@ class _Numbers(_Saving, ocp.type_handlers.ScalarHandler):
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Saves and restores pytrees whose arrays may be on the ranks of a mesh.
-
-    With `copy` they may be donated before they have been written.
-    """
+    """Saves, as `_Saving` does, and restores pytrees whose arrays may be on ranks."""
 
     def __init__(self, copy: bool = True):
         arrays, numbers = self._saving = _Arrays(copy), _Numbers(copy)
@@ -142,7 +139,6 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
     local: list[tuple[Saved, Any]] = []
     remote: dict[int, list[tuple[Saved, int]]] = defaultdict(list)
     keys: list[Saved] = []
-    meshes: list[Any] = []
     for name, value in zip(names, values, strict=True):
         kind = _shares.type_in_file(value)
         saved = Saved(name, kind, _shares.chunk_shape(kind, _share_shape(value)))
@@ -153,11 +149,10 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
             rows = dataclasses.replace(saved, row=row)
             if isinstance(part, RemoteArray):
                 part.mesh.check_array(part)
-                meshes.append(part.mesh)
                 remote[part.ranks[0]].append((rows, part.id))
             else:
                 local.append((rows, part))
-    mesh, held, calls = _one_mesh(meshes), None, None
+    mesh, held, calls = _one_mesh(meshes_of(values)), None, None
     if mesh is not None:
         # It stands for the copies of the ranks, which drop them when it goes.
         held = mesh.new_array(jax.ShapeDtypeStruct((), bool), tuple(sorted(remote)), ())
@@ -188,10 +183,10 @@ def snapshot(names: Sequence[str], values: Sequence[Any], copy: bool) -> Callabl
     return write
 
 
-def _meshes(values: Sequence[Any]) -> set[Any]:
-    """Returns the meshes of processes that hold some of the values."""
+def meshes_of(values: Sequence[Any]) -> list[Any]:
+    """Returns the meshes of processes that hold some of the values, each once."""
     parts = [p for x in values for p in (x.parts if isinstance(x, StackedArray) else (x,))]
-    return {part.mesh for part in parts if isinstance(part, RemoteArray)}
+    return list(dict.fromkeys(part.mesh for part in parts if isinstance(part, RemoteArray)))
 
 
 def _share_shape(value: Any) -> tuple[int, ...]:

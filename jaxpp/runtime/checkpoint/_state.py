@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpp._messages import need
-from jaxpp.runtime.arrays import ArrayHandle
-from jaxpp.runtime.site import RemoteArray
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -102,13 +100,12 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
         ...     jaxpp.load_state(f"{directory}/7", state)["step"]
         7
     """
-    held = [x for x in jax.tree.leaves(tree) if isinstance(x, ArrayHandle)]
-    parts = [part for x in held for part in getattr(x, "parts", [x])]
-    mesh = next((own.mesh for own in parts if isinstance(own, RemoteArray)), None)
-    if mesh is None:
+    meshes = _handler().meshes_of(jax.tree.leaves(tree))
+    if not meshes:
         _save(path, tree, overwrite)
     else:  # on a launched mesh, process 0 alone
-        mesh.lead(f"saves a state to {_absolute(path)}", lambda: _save(path, tree, overwrite))
+        told = f"saves a state to {_absolute(path)}"
+        meshes[0].lead(told, lambda: _save(path, tree, overwrite))
 
 
 def _save(path: str | os.PathLike[str], tree: Any, overwrite: bool) -> None:

@@ -9,13 +9,11 @@ from jaxpp.runtime.executor._compile import key_of as key_of
 from jaxpp.runtime.executor._describe import Description as Description
 from jaxpp.runtime.executor._describe import RankDescription as RankDescription
 from jaxpp.runtime.executor._describe import describe as describe
-from jaxpp.runtime.executor._dispatcher import Dispatcher as Dispatcher
-from jaxpp.runtime.executor._dispatcher import turns_of as turns_of
 from jaxpp.runtime.executor._executor import Chunk as Chunk
+from jaxpp.runtime.executor._executor import Dispatcher as Dispatcher
 from jaxpp.runtime.executor._executor import Executor as Executor
-from jaxpp.runtime.executor._executor import check_transfers as check_transfers
 from jaxpp.runtime.executor._executor import interleave as interleave
-from jaxpp.runtime.executor._executor import transfers_of as transfers_of
+from jaxpp.runtime.executor._executor import turns_of as turns_of
 from jaxpp.runtime.executor._memory import HOST as HOST
 from jaxpp.runtime.executor._memory import Inspected as Inspected
 from jaxpp.runtime.executor._memory import array_bytes as array_bytes

@@ -1,14 +1,26 @@
-"""The executor: runs one rank's program, instruction by instruction; and the order of all ranks."""
+"""`Executor`: runs one rank's program. `Dispatcher`: those of a process, in one order."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from jaxpp import _compat
-from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Send, Wait
+from jaxpp._program import (
+    Computation,
+    Free,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+    Wait,
+)
+from jaxpp.runtime.arrays import Home
+from jaxpp.runtime.executor._operations import find_invalid
 
 Chunk = tuple[Instruction, ...]
 
@@ -24,9 +36,8 @@ class Executor:
         transport: its way to other ranks: `send(arrays, message)`, which does not wait, and
             `receive(message)`, which gives the arrays.
         constants: slots, and the arrays that are there before the step.
-        donated: by computation, the positions of the arguments whose memory it takes.
-        find_invalid: says more of an invalid value that a computation, by its number, has given for
-            some arguments, or gives None; see `find_invalid`.
+        computations: what the executables were compiled from, if that is known.
+        home: where they run.
     """
 
     def __init__(
@@ -35,14 +46,16 @@ class Executor:
         executables: Sequence[Any],
         transport: Any,
         constants: Iterable[tuple[int, Any]] = (),
-        donated: Mapping[int, Sequence[int]] = MappingProxyType({}),
-        find_invalid: Callable[[int, Sequence[Any]], str | None] = lambda number, args: None,
+        computations: Sequence[Computation | None] = (),
+        home: Home | None = None,
     ):
         self.program, self.executables, self.transport = program, executables, transport
         self.slots: list[Any] = [None] * program.num_slots
         for slot, value in constants:
             self.slots[slot] = value
-        self.donated, self._find_invalid = donated, find_invalid
+        self._computations, self._home = computations, home
+        #: By computation, the positions of the arguments whose memory it takes.
+        self.donated = {n: own.donated for n, own in enumerate(computations) if own is not None}
         #: The instruction that runs, or ran last.
         self.at: Instruction | None = None
 
@@ -78,9 +91,11 @@ class Executor:
     def _public(self, error: Exception, run: Run) -> Exception:
         """Returns the error that JAX raises for that of an executable."""
         public = _compat.public_error(error)
-        if not isinstance(public, FloatingPointError):
+        if not isinstance(public, FloatingPointError) or self._home is None:
             return public
-        found = self._find_invalid(run.computation, [self.slots[i] for i in run.inputs])
+        computation = self._computations[run.computation]
+        assert computation is not None
+        found = find_invalid(computation, self._home, [self.slots[i] for i in run.inputs])
         return FloatingPointError(found) if found else public
 
 
@@ -131,61 +146,73 @@ def interleave(programs: Sequence[Program]) -> list[tuple[int, Chunk]]:
     return order
 
 
-# ---- transfers for which all processes keep one order --------------------------------------------
+def turns_of(programs: Sequence[Program]) -> list[int]:
+    """Returns the ranks in the order of `interleave`."""
+    return [rank for rank, _ in interleave(programs)]
 
 
-def transfers_of(programs: Sequence[Program], process_of: Mapping[int, int]) -> tuple[Message, ...]:
-    """Returns the messages between processes, in the order of their sends in that of all ranks."""
-    return tuple(
-        i.message
-        for _, chunk in interleave(programs)
-        for i in chunk
-        if isinstance(i, Send) and _is_between(i.message, process_of)
-    )
+class Dispatcher:
+    """Dispatches a step on the ranks of one process, on one thread, in the order of all ranks.
 
+    Two processes that each keep to one order of all ranks cannot wait for each other: the earliest
+    piece that is not done waits only for earlier ones. One thread for all ranks is faster than one
+    for each, which would take turns at Python's lock.
 
-def check_transfers(
-    transfers: Sequence[Message], programs: Sequence[Program], process_of: Mapping[int, int]
-) -> None:
-    """Proves that processes which issue transfers in one order do not wait for each other.
-
-    A process issues a transfer where it sends the message or receives it, and before that all
-    transfers that are earlier in the order. It can do so where it makes its sends in that order,
-    and each after all that it has received by then. So each transfer needs only earlier ones, and
-    the earliest that is not done can always go on.
-
-    Raises:
-        ValueError: the order does not have each message between processes once, or a process would
-            wait for what it sends later itself.
+    The `turns` are those of all ranks, of other processes too: see `turns_of`.
     """
-    places = {message.tag: place for place, message in enumerate(transfers)}
-    issued: Counter[int] = Counter()  # by each process
-    sent: set[int] = set()
-    for rank, i in ((rank, i) for rank, chunk in interleave(programs) for i in chunk):
-        if not isinstance(i, Send | Receive) or not _is_between(i.message, process_of):
-            continue
-        process, message = process_of[rank], i.message
-        if (place := places.get(message.tag)) is None:
-            raise ValueError(f"The order of transfers lacks {_named(message)}.")
-        if isinstance(i, Send):
-            sent.add(message.tag)
-            if place < issued[process]:
-                raise ValueError(
-                    f"The order of transfers has {_named(message)} before "
-                    f"{_named(transfers[issued[process] - 1])}, which process {process} issues "
-                    f"before it sends the former; it would wait for itself, or another for it."
-                )
-        issued[process] = max(issued[process], place + 1)
-    if len(transfers) != len(sent) or sent != places.keys():
-        raise ValueError(
-            f"The order of transfers has {len(transfers)} messages, and the ranks send {len(sent)} "
-            f"to other processes."
-        )
+
+    def __init__(self, executors: Iterable[Executor], turns: Sequence[int]):
+        #: The executor of each rank.
+        self.executors = {own.program.rank: own for own in executors}
+        pieces = {rank: chunks(own.program)[::-1] for rank, own in self.executors.items()}
+        #: The pieces of these ranks' programs in the order of their dispatch.
+        self.order = [(rank, pieces[rank].pop()) for rank in turns if rank in pieces]
+        self._runs = [
+            (self.executors[rank], tuple(itertools.chain(*(chunk for _, chunk in run))))
+            for rank, run in itertools.groupby(self.order, lambda piece: piece[0])
+        ]
+        #: What these ranks send and receive; a transport may want to know that before a call.
+        self.messages: list[Message] = [
+            i.message for _, chunk in self.order for i in chunk if isinstance(i, Send | Receive)
+        ]
+        #: The tags of messages whose arrays a later computation may take the memory of.
+        self.late = frozenset().union(*map(_sent_before_donated, self.executors.values()))
+        self._running: Executor | None = None
+
+    def run(self, execute: Callable[[Executor, Chunk], None] | None = None) -> None:
+        """Dispatches the step, by `execute` if given; its inputs are in their slots.
+
+        An error leaves `at` where it was raised.
+        """
+        for executor, chunk in self._runs:
+            self._running = executor
+            (execute or Executor.execute)(executor, chunk)
+        self._running = None
+
+    @property
+    def at(self) -> tuple[int, Instruction] | None:
+        """The rank and the instruction that is dispatched now, or was when `run` raised."""
+        running = self._running
+        if running is None or running.at is None:
+            return None
+        return running.program.rank, running.at
 
 
-def _is_between(message: Message, process_of: Mapping[int, int]) -> bool:
-    return process_of[message.source] != process_of[message.target]
-
-
-def _named(message: Message) -> str:
-    return f"{message.names[0]} from rank {message.source} to rank {message.target}"
+def _sent_before_donated(executor: Executor) -> frozenset[int]:
+    """Finds the messages whose arrays are donated to a later computation of the program."""
+    found: set[int] = set()
+    sent: dict[int, set[int]] = collections.defaultdict(set)
+    for instruction in executor.program.instructions:
+        match instruction:
+            case Send(slots, message):
+                for slot in slots:
+                    sent[slot].add(message.tag)
+            case Run(computation, inputs, outputs, _):
+                for position in executor.donated.get(computation, ()):
+                    found |= sent[inputs[position]]
+                for slot in outputs:
+                    sent.pop(slot, None)
+            case Receive(slots, _):
+                for slot in slots:
+                    sent.pop(slot, None)
+    return frozenset(found)

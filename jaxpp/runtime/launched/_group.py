@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpp._program import Bundle, Message
-from jaxpp.runtime.executor import check_transfers, transfers_of
 from jaxpp.runtime.launched import _agreement
 from jaxpp.runtime.launched._calls import FAILED, Lanes, Outcome
 from jaxpp.runtime.launched._course import At, Called, Course, LoadedArray
 from jaxpp.runtime.launched._environment import Position, find_secret
 from jaxpp.runtime.launched._hub import Hub
+from jaxpp.runtime.launched._transfers import check_transfers, transfers_of
 from jaxpp.runtime.launched._watch import LaunchedWatch, host_of_processes
 from jaxpp.runtime.site import (
     POLL,

@@ -16,15 +16,10 @@ from jaxpp._specs import axis_sizes
 from jaxpp.runtime.arrays import Home, check_axes, devices_of, home_over
 from jaxpp.runtime.launched._environment import find_position, visible_gpus
 from jaxpp.runtime.launched._group import LaunchedGroup
+from jaxpp.runtime.launched._puts import Puts, PutTransport
 from jaxpp.runtime.launched._watch import host_of_processes
 from jaxpp.runtime.site import Hello, RankError, SiteMesh, keep_interrupts
-from jaxpp.runtime.transport import (
-    Puts,
-    SocketTransport,
-    first_devices,
-    free_port,
-    join_processes,
-)
+from jaxpp.runtime.transport import SocketTransport, first_devices, free_port, join_processes
 
 #: The ways of arrays between processes.
 Transport = Literal["sockets", "device_put"]
@@ -133,8 +128,11 @@ class LaunchedMpmdMesh(SiteMesh):
                 for n, rank in enumerate(ranks[place.number])
             }
             near = place.count == 1 or address.startswith("127.")
-            part = _puts(homes, sizes, group) if puts else None
-            way = SocketTransport(homes, secret, address=None if near else address, puts=part)
+            how: Any = {"address": None if near else address}
+            if puts:
+                way = PutTransport(homes, secret, **how, puts=_puts(homes, sizes, group))
+            else:
+                way = SocketTransport(homes, secret, **how)
             return way, Hello.of(address, host_of_processes(), own[0], way.addresses)
 
         config: Any = jax.config

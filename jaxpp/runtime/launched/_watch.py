@@ -28,7 +28,7 @@ class LaunchedWatch(Watch):
     """Watches the processes of a job: process 0 all, the others process 0, which tells them."""
 
     def __init__(self, group: Any, members: Any, timeout: float, start_timeout: float):
-        super().__init__(members, timeout, group.library.describe, ADVICE)
+        super().__init__(members, timeout, ADVICE)
         self._group, self._start_timeout = group, start_timeout
         #: The processes that have given a sign of life since the last look.
         self.heard: set[int] = set()

@@ -1,7 +1,6 @@
 """`LocalStep`: a step's programs on the devices of this process, its arguments and its results."""
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +29,6 @@ from jaxpp.runtime.executor import (
     Inspected,
     compile_all,
     describe,
-    find_invalid,
     turns_of,
 )
 from jaxpp.runtime.transport import RUN_AHEAD, Near
@@ -62,7 +60,8 @@ class LocalStep:
                 [own.get(n) for n in range(len(bundle.computations))],
                 self.transport,
                 [(n, from_host(to_host(v), ArrayType.of(v), home)) for n, v in program.constants],
-                find_invalid=functools.partial(self._find_invalid, home),
+                bundle.computations,
+                home,
             )
             for program, own, home in zip(
                 bundle.programs, compile_all(bundle, homes), homes, strict=True
@@ -81,9 +80,6 @@ class LocalStep:
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
         self.feeds = list(map(Feed, inputs, bundle.arguments))
         self._fetches = list(map(Fetch, outputs, bundle.results))
-
-    def _find_invalid(self, home: Home, number: int, args: Sequence[Any]) -> str | None:
-        return find_invalid(self.bundle.computations[number], home, args)
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Seat]]:
         """Returns for each argument or result the executor, home and slot of its ranks."""

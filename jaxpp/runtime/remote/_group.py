@@ -15,20 +15,16 @@ import ray
 import ray.exceptions
 
 from jaxpp._program import Bundle
-from jaxpp.runtime.remote._watch import WorkerWatch
-from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Settings, Worker
-from jaxpp.runtime.remote.cluster import (
-    ANSWER_TIMEOUT,
-    join_session,
-    leave_session,
+from jaxpp.runtime.remote._environment import warn_of_driver, warn_of_platform, worker_options
+from jaxpp.runtime.remote._places import (
     ranks_of_a_node,
     release_places,
     renew_places,
     reserve_places,
-    warn_of_driver,
-    warn_of_platform,
-    worker_options,
 )
+from jaxpp.runtime.remote._session import ANSWER_TIMEOUT, join_session, leave_session
+from jaxpp.runtime.remote._watch import WorkerWatch
+from jaxpp.runtime.remote._worker import LANES, LOOPBACK, Settings, Worker
 from jaxpp.runtime.site import (
     POLL,
     RESTART,
@@ -61,12 +57,15 @@ class WorkerMember(Member):
     actor: Any = None
     turn: int = 0
 
-    def call(self, method: Callable[..., Any], *args: Any, returns: int = 1) -> Any:
-        """Calls a method of `Worker` there; returns the reference to its result, or to each one."""
+    def call(self, method: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """Calls a method of `Worker` there, with Ray's options for it.
+
+        Returns the reference to its result, or to each one.
+        """
         if getattr(method, "lane", "") == "steps":
             args, self.turn = (self.turn, *args), self.turn + 1
         own = getattr(self.actor, method.__name__)
-        return own.remote(*args) if returns == 1 else own.options(num_returns=returns).remote(*args)
+        return own.options(**how).remote(*args) if how else own.remote(*args)
 
     def kill(self) -> None:
         """Ends the worker's process; it cannot be used again."""
@@ -158,23 +157,21 @@ class WorkerGroup(Group):
 
     def end_waits(self) -> None:
         """Ends all waits for workers with an error: a thread that waits for room holds `order`."""
-        self._watch.close()
+        self._watch.close()  # the closed watch stays, and refuses all calls
 
     def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
 
-        All workers are replaced where `jax.distributed` has joined some (running processes cannot
-        be joined again, and their collectives may wait for ever), and where JAX's transfers are
-        used, whose servers keep what nobody has pulled.
-
         Raises:
             RuntimeError: a new one did not start; then all have ended, and it may be tried again.
         """
-        self._end_calls()
+        self.end_waits()
+        self._flying.clear()
         self._stored.clear()  # the session, and its store, may be new
         self._secret = secrets.token_bytes(32)
         room = renew_places(self._session, self._reservation)
         lost, self._reservation = room is not self._reservation, room
+        # Running processes cannot be joined again, and servers of JAX keep what nobody has pulled.
         joined = self._settings.processes_per_rank > 1 or self._settings.transport == "jax"
         for member in reversed(self.members):  # without a rank's first process its others end
             if member.dead or joined or lost:
@@ -194,14 +191,13 @@ class WorkerGroup(Group):
         """Empties workers; kills those that are not fit for work soon."""
         # All are aborted first: else one would take the reset of another for its loss. What was
         # called before and waits for a thread must not come to the new ranks.
-        for method, *args in (
-            (Process.abort, "The mesh is restarted."),
-            (Worker.pass_batches,),
-            (Worker.pass_fetches,),
-            (Worker.pass_aside,),
-            (Worker.reset, self._secret),
+        passes = [({"concurrency_group": n}, Worker.pulse) for n in ("batches", "fetches", "aside")]
+        for how, method, *args in (
+            ({}, Process.abort, "The mesh is restarted."),
+            *passes,
+            ({}, Worker.reset, self._secret),
         ):
-            call = self.send(method, {member.worker: tuple(args) for member in members})
+            call = self.send(method, {member.worker: tuple(args) for member in members}, **how)
             call.wait(ANSWER_TIMEOUT)  # for each, or a worker that does not answer takes all of it
             for member in members:
                 try:
@@ -215,12 +211,13 @@ class WorkerGroup(Group):
 
     def stop(self) -> None:
         """Ends all workers, and gives back their reservation in the cluster; may be repeated."""
+        self.end_waits()
         with self.order:
             if self.stopped:
                 return
             self.stopped = True
             try:
-                self._end_calls()
+                self._flying.clear()
                 if ray.is_initialized():  # else the session has gone, and all workers with it
                     fit = {m.worker: () for m in self.members if m.actor and not m.dead}
                     self.send(Process.close, fit).wait(ANSWER_TIMEOUT)
@@ -229,10 +226,6 @@ class WorkerGroup(Group):
                 with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
                     release_places(self._reservation)
                 leave_session(self._session)
-
-    def _end_calls(self) -> None:
-        self._watch.close()  # the closed watch stays, and refuses all calls
-        self._flying.clear()
 
     def _kill(self) -> None:
         for member in reversed(self.members):
@@ -255,8 +248,7 @@ class WorkerGroup(Group):
             member.hello = hello
             self._check(member)
         warn_of_open_ports(member.hello.addresses for member in fresh)
-        timeout = self._settings.heartbeat_timeout
-        self._watch = WorkerWatch(self.members, timeout, self.library.describe, RESTART)
+        self._watch = WorkerWatch(self.members, self._settings.heartbeat_timeout, RESTART)
         self._watch.start()
         # Processes of the same number in their ranks send to each other.
         peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)

@@ -119,6 +119,7 @@ class RemoteMpmdMesh(SiteMesh):
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
+        self._start_timeout = start_timeout
         self._group = WorkerGroup(settings)
         self._begin(self._group)
 
@@ -127,10 +128,13 @@ class RemoteMpmdMesh(SiteMesh):
 
         Workers that are well keep their compiled programs; the others are replaced. All workers are
         replaced where ranks have several processes, or transfers go by JAX. `RemoteArray`s from
-        before are lost: load a checkpoint. Other threads that wait for the mesh get an error.
+        before are lost: load a checkpoint. Other threads that wait for the mesh get an error. Where
+        no rank has failed, it first waits for checkpoints that are being written, each for
+        `start_timeout` at most.
         """
         with self._group.restarts:
             self._group.check_open()
+            self._wait_for_saves(self._start_timeout)
             self._group.end_waits()
             with self._group.order:
                 self._group.check_open()

@@ -11,8 +11,8 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from jaxpp.runtime.remote._session import ANSWER_TIMEOUT
 from jaxpp.runtime.remote._worker import Worker
-from jaxpp.runtime.remote.cluster import ANSWER_TIMEOUT
 from jaxpp.runtime.site import Death, Failed, Member, Process, Watch, end_stopped
 
 #: The most lines of a dead worker's output that its error has.

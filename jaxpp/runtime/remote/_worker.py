@@ -16,7 +16,7 @@ import ray
 
 from jaxpp import _compat
 from jaxpp.runtime.arrays import Home, devices_of, home_over
-from jaxpp.runtime.remote.cluster import prepare_process
+from jaxpp.runtime.remote._environment import prepare_process
 from jaxpp.runtime.site import LANES as SITE_LANES
 from jaxpp.runtime.site import Failed, Hello, Process, in_order, lane
 from jaxpp.runtime.trace import stop_recording
@@ -203,18 +203,6 @@ class Worker(Process):
         gc.collect()  # the error that ended the step has references to its arrays
         return self.transport.addresses
 
-    @lane("batches")
-    def pass_batches(self) -> None:
-        """Returns once all batches that were to be loaded before have been."""
-
-    @lane("fetches")
-    def pass_fetches(self) -> None:
-        """Returns once all fetches before have begun."""
-
-    @lane("aside")
-    def pass_aside(self) -> None:
-        """Returns once all functions that were to run beside steps before have begun."""
-
     @lane("life")
     def live(self) -> NoReturn:
         """Raises the failure once the process has failed; Ray ends the call when it has died."""
@@ -222,4 +210,4 @@ class Worker(Process):
 
     @lane("control")
     def pulse(self) -> None:
-        """Answers a heartbeat."""
+        """Answers a heartbeat; in another lane, once all calls before have begun there."""

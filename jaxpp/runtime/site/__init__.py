@@ -15,10 +15,10 @@ from jaxpp.runtime.site._failure import Failure as Failure
 from jaxpp.runtime.site._failure import RankError as RankError
 from jaxpp.runtime.site._group import IN_FLIGHT as IN_FLIGHT
 from jaxpp.runtime.site._group import Group as Group
+from jaxpp.runtime.site._group import Hello as Hello
+from jaxpp.runtime.site._group import Member as Member
 from jaxpp.runtime.site._interrupts import keep_interrupts as keep_interrupts
 from jaxpp.runtime.site._interrupts import uninterrupted as uninterrupted
-from jaxpp.runtime.site._member import Hello as Hello
-from jaxpp.runtime.site._member import Member as Member
 from jaxpp.runtime.site._mesh import SiteMesh as SiteMesh
 from jaxpp.runtime.site._process import LANES as LANES
 from jaxpp.runtime.site._process import Process as Process

@@ -95,12 +95,7 @@ class RemoteArray(ArrayHandle):
     """
 
     def __init__(
-        self,
-        arrays: Any,
-        number: int,
-        aval: Any,
-        ranks: tuple[int, ...],
-        spec: Spec = (),
+        self, arrays: Any, number: int, aval: Any, ranks: tuple[int, ...], spec: Spec = ()
     ):
         self._arrays, self._aval = arrays, aval
         #: The number by which the ranks know the array.

@@ -6,7 +6,7 @@ import functools
 import pickle
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -74,9 +74,10 @@ class Lost(RuntimeError):
 class Failure:
     """A worker's description of an exception; it can be pickled whatever the exception is.
 
-    The `rank` met it in a `call`, or in none (-1), in a `task`, or in a message of the rank that it
-    `waited_for`. It `is_echo` where it is the consequence of another rank's failure. `exception` is
-    its type and message, `details` the traceback, and `pickled` empty where it cannot be.
+    The `rank` met it in a `call`, or in none (-1), in a `task`, of which `where` has the stage and
+    the user's line, or in a message of the rank that it `waited_for`. It `is_echo` where it is the
+    consequence of another rank's failure. `exception` is its type and message, `details` the
+    traceback, and `pickled` empty where it cannot be.
     """
 
     rank: int
@@ -87,10 +88,16 @@ class Failure:
     exception: str
     details: str
     pickled: bytes
+    where: str = ""
 
     @staticmethod
     def of(
-        error: BaseException, rank: int, call: int, task: str, waited_for: int | None = None
+        error: BaseException,
+        rank: int,
+        call: int,
+        task: str,
+        waited_for: int | None = None,
+        where: str = "",
     ) -> "Failure":
         """Describes an exception."""
         error = _compat.public_error(error)
@@ -105,7 +112,7 @@ class Failure:
             line = f"{kind.partition(_TRACEBACK)[0]}{line}"
         details = "".join(traceback.format_exception(error))
         is_echo = isinstance(error, TransportError | Lost)
-        return Failure(rank, call, task, waited_for, is_echo, line, details, pickled)
+        return Failure(rank, call, task, waited_for, is_echo, line, details, pickled, where)
 
     def cause(self) -> BaseException:
         """Returns the exception, or a `RuntimeError` with its text."""
@@ -164,15 +171,9 @@ def _told_by(error: BaseException) -> str:
 Reports = Mapping[int, Failure | Death]
 
 
-def judge(
-    members: Sequence[Any],
-    reports: Reports,
-    describe: Callable[[int, str], str],
-    advice: str = RESTART,
-) -> RankError:
+def judge(members: Sequence[Any], reports: Reports, advice: str = RESTART) -> RankError:
     """Makes the error of all ranks: of the first failure that is no echo of another.
 
-    `describe` gives the stage and source line of a task, from its call's number and its label;
     `advice` is what the user can do.
     """
     end = f"{_END} {advice}"
@@ -193,7 +194,8 @@ def judge(
         message = f"{member} has failed: {what.reason}.{waited} {end}{output}"
         return member.error(message, what.reason, cause=what.cause)
     of_call = f" of call {what.call}" if what.call >= 0 else ""
-    doing = f" in {what.task}{describe(what.call, what.task)}{of_call}" if what.task else ""
+    where = f" ({what.where})" if what.where else ""
+    doing = f" in {what.task}{where}{of_call}" if what.task else ""
     message = f"{member.named(what.rank)} has failed{doing}: {what.exception}.{waited} {end}"
     return member.error(message, what.exception, what.task, what.cause(), what.rank)
 

@@ -40,15 +40,6 @@ class uninterrupted:  # noqa: N801  read as a word of the `with` statement
     """A block that a Ctrl-C does not interrupt: the signal's handler runs when the block ends.
 
     The block should be short.
-
-    Example:
-        >>> before = signal.signal(signal.SIGINT, lambda *_: print("Ctrl-C"))
-        >>> with uninterrupted():
-        ...     signal.raise_signal(signal.SIGINT)
-        ...     print("whole")
-        whole
-        Ctrl-C
-        >>> _ = signal.signal(signal.SIGINT, before)
     """
 
     #: Tells whether the main thread is in such a block; Python runs handlers on this thread only.

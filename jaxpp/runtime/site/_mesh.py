@@ -72,15 +72,19 @@ class SiteMesh:
         if os.getpid() != self._owner or self._group.stopped:
             return
         try:
-            for save in list(self.saves) if self._group.is_well else ():
-                with contextlib.suppress(Exception):
-                    save.result()
+            self._wait_for_saves()
             if self._group.library.has_effects and self._group.is_well:
                 with contextlib.suppress(RuntimeError):  # a rank fails now
                     self._group.settle()
         finally:
             atexit.unregister(self._at_exit)
             self._group.stop()
+
+    def _wait_for_saves(self, timeout: float | None = None) -> None:
+        """Waits for checkpoints that are being written, each for some seconds at most."""
+        for save in list(self.saves) if self._group.is_well else ():
+            with contextlib.suppress(Exception):
+                save.result(timeout)
 
     def _at_exit(self) -> None:
         """Ends the mesh with the script; where another process has failed, so has this one."""
@@ -201,23 +205,25 @@ class SiteMesh:
             Exception: what the function raised on a rank.
             RankError: a rank has failed.
         """
-        found = self._start(function, args, ordered, 1)()
+        found = self.apply_everywhere(function, args, ordered=ordered, processes=1)()
         return {rank: own[0] for rank, own in found.items()}
 
     def apply_everywhere(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+        self,
+        function: Callable[..., Any],
+        args: Mapping[int, tuple],
+        *,
+        ordered: bool = True,
+        processes: int | None = None,
     ) -> Callable[[], dict[int, list[Any]]]:
-        """Starts a function as `apply` does, in all processes of each rank, and does not wait.
+        """Starts a function as `apply` does, and does not wait.
+
+        It runs in the first `processes` of each rank, by default in all.
 
         Returns:
             What waits, and gives by rank what each process gave; it raises as `apply` does.
         """
-        return self._start(function, args, ordered, self.processes_per_rank)
-
-    def _start(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
-    ) -> Callable[[], dict[int, list[Any]]]:
-        """Starts a function in the first processes of some ranks."""
+        processes = processes or self.processes_per_rank
         packed = {rank: self._group.pack((function, *own)) for rank, own in args.items()}
         with self._group.order:
             self._group.check()

@@ -88,10 +88,11 @@ class Process:
         self.end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
         #: The turn of the next call in order.
         self.turn = 0
-        #: The steps by number; the step that runs, and the number of the last call.
-        self._steps: dict[int, Dispatcher] = {}
+        #: The steps by number, each with its `Loading.lines`; the step that runs, the number of the
+        #: last call, and the lines of its step.
+        self._steps: dict[int, tuple[Dispatcher, Mapping[str, str]]] = {}
         self._running: Dispatcher | None = None
-        self._call = -1
+        self._call, self._lines = -1, {}
 
     def __repr__(self):
         return self._name  # Ray writes it before each line that is printed here
@@ -107,7 +108,7 @@ class Process:
         """Makes the ranks, which have a way to others; `get` gives the value of a reference."""
         self.transport, transport.on_failure = transport, self._transport_failed
         self.get = lambda reference: unpacked(get(reference))
-        self._steps, self._running, self._call = {}, None, -1
+        self._steps, self._running, self._call, self._lines = {}, None, -1, {}
         self.end = concurrent.futures.Future()
         self.ranks = {rank: Rank(self, rank, home) for rank, home in transport.homes.items()}
 
@@ -123,7 +124,7 @@ class Process:
         """Dispatches a step; `end` tells of a failure."""
         if self.failure is not None:
             return
-        dispatcher = self._steps[call.step]
+        dispatcher, self._lines = self._steps[call.step]
         self._running, self._call = dispatcher, call.number
         try:
             self.transport.begin(call.number, call.step)
@@ -149,7 +150,8 @@ class Process:
         """Registers a step for all ranks."""
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
         first = next(iter(loadings.values()))
-        dispatcher = self._steps[first.step] = Dispatcher(found, first.turns)
+        dispatcher = Dispatcher(found, first.turns)
+        self._steps[first.step] = dispatcher, first.lines
         self.transport.expect(dispatcher.messages, first.step, dispatcher.late, first.transfers)
 
     @in_order
@@ -282,7 +284,7 @@ class Process:
             at, what, source = self._rank_of(task), task, None
         elif rank not in (None, at):
             at, what, source = rank, "", None
-        failure = Failure.of(error, at, self._call, what, source)
+        failure = Failure.of(error, at, self._call, what, source, self._lines.get(what, ""))
         if self.transport.is_echo(error):
             failure = dataclasses.replace(failure, is_echo=True)
         return failure
@@ -313,7 +315,7 @@ class Process:
 
     def _rank_of(self, task: str) -> int:
         """Finds the rank that runs a task, which may be of an earlier step."""
-        for dispatcher in self._steps.values():
+        for dispatcher, _ in self._steps.values():
             for rank, executor in dispatcher.executors.items():
                 if task in (getattr(i, "label", "") for i in executor.program.instructions):
                     return rank

@@ -12,9 +12,6 @@ from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of, turns_of
 from jaxpp.runtime.site._carried import carry
 
-#: The number of calls whose steps are remembered: of more than a worker may have under way.
-REMEMBERED = 1000
-
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
@@ -29,6 +26,7 @@ class Loading:
         references: by those numbers, to the computations, each a carried `WithSettings`.
         constants: slots, types and bytes of the program's constants.
         turns: the ranks in the order in which pieces of their programs are dispatched.
+        lines: for the label of each run its stage, and the user's line that it begins with.
         transfers: the messages for which all processes keep one order, in that order.
     """
 
@@ -39,6 +37,7 @@ class Loading:
     references: Mapping[int, Any]
     constants: tuple[tuple[int, ArrayType, Any], ...]
     turns: tuple[int, ...]
+    lines: Mapping[str, str]
     transfers: tuple[Message, ...] = ()
 
     @property
@@ -56,16 +55,13 @@ class Library:
     def __init__(self, put: Callable[[Any], Any], pack: Callable[[Any], Any]):
         self._put, self._pack = put, pack
         self._numbers = itertools.count()
-        #: Of each step its loading for each rank, without references, and by the label of a run its
-        #: stage, and the user's line that it begins with.
-        self._steps: dict[int, tuple[tuple[Loading, ...], Mapping[str, str]]] = {}
+        #: Of each step its loading for each rank, without references.
+        self._steps: dict[int, tuple[Loading, ...]] = {}
         self._carried: dict[int, Any] = {}
         #: True if a computation has had effects, such as a print.
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
         self._known: dict[Any, tuple[int, Any]] = {}
-        #: For each of the last calls the lines of its step.
-        self._lines: dict[int, Mapping[str, str]] = {}
         self._removed: list[int] = []
 
     def add(self, bundle: Bundle, transfers: tuple[Message, ...] = ()) -> int:
@@ -73,8 +69,11 @@ class Library:
         turns = tuple(turns_of(bundle.programs))
         computations = [self._numbers_of(program, bundle) for program in bundle.programs]
         step = next(self._numbers)
-        inputs = [(ArrayType.of(a.aval), a.spec) for a in bundle.arguments]
-        loadings = tuple(
+        inputs, lines = (
+            [(ArrayType.of(a.aval), a.spec) for a in bundle.arguments],
+            _lines_of(bundle),
+        )
+        self._steps[step] = tuple(
             Loading(
                 step,
                 dataclasses.replace(own, constants=tuple((s, None) for s, _ in own.constants)),
@@ -83,11 +82,11 @@ class Library:
                 {},
                 tuple((s, ArrayType.of(x), to_host(x)) for s, x in own.constants),
                 turns,
+                lines,
                 transfers,
             )
             for own, numbers in zip(bundle.programs, computations, strict=True)
         )
-        self._steps[step] = loadings, _lines_of(bundle)
         return step
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
@@ -108,7 +107,7 @@ class Library:
 
     def loading(self, step: int, rank: int) -> Loading:
         """Returns the loading of a step for a rank."""
-        found = self._steps[step][0][rank]
+        found = self._steps[step][rank]
         references = {n: self._put(self._carried[n]) for n in found.numbers}
         return dataclasses.replace(found, references=references)
 
@@ -121,25 +120,13 @@ class Library:
         gone = {}
         while self._removed:
             number = self._removed.pop()
-            loadings, _ = self._steps.pop(number)
-            used = {n for other, _ in self._steps.values() for own in other for n in own.numbers}
+            loadings = self._steps.pop(number)
+            used = {n for other in self._steps.values() for own in other for n in own.numbers}
             gone[number] = unused = {n for own in loadings for n in own.numbers} - used
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
             for n in unused:
                 del self._carried[n]
         return gone
-
-    # ---- names in the user's words --------------------------------------------------------------
-
-    def called(self, call: int, step: int) -> None:
-        """Notes the step of a call, which may be removed before the call ends."""
-        self._lines[call] = self._steps[step][1]
-        self._lines.pop(call - REMEMBERED, None)
-
-    def describe(self, call: int, label: str) -> str:
-        """Finds the stage of a task, and the user's line that the task begins with, in brackets."""
-        known = self._lines.get(call, {}).get(label, "")
-        return f" ({known})" if known else ""
 
 
 def _lines_of(bundle: Bundle) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxpp.runtime.arrays import Home, from_host, own_share, resplit, spans, to_host
-from jaxpp.runtime.executor import Executor, find_invalid
+from jaxpp.runtime.executor import Executor
 from jaxpp.runtime.site._call import Given, Input, Kept, Loaded, Moved, RankCall, Source
 from jaxpp.runtime.site._carried import WithSettings
 from jaxpp.runtime.site._failure import Lost
@@ -42,18 +42,13 @@ class Rank:
             if number not in self.computations:
                 self.computations[number] = self._site.get(reference)
         known = [None if n is None else self.computations[n] for n in loading.computations]
-
-        def find(computation: int, args: Sequence[Any]) -> str | None:
-            assert (own := known[computation]) is not None
-            return find_invalid(own.computation, self.home, args)
-
         executor = Executor(
             loading.program,
             [own and own.executables.on(self.home) for own in known],
             self.transport,
             [(n, from_host(v.copy(), type_, self.home)) for n, type_, v in loading.constants],
-            {n: own.computation.donated for n, own in enumerate(known) if own is not None},
-            find,
+            [own and own.computation for own in known],
+            self.home,
         )
         made = tuple(Input(type_, self.home, spec) for type_, spec in loading.inputs)
         self._steps[loading.step] = executor, made

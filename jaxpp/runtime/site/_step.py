@@ -92,7 +92,6 @@ class RemoteStep:
             worker: StepCall(number, self.number, results, checks, own)
             for worker, own in self._group.by_worker(parts).items()
         }
-        self._group.library.called(number, self.number)
         self._load_batches(args)
         self._group.send_steps(calls, [values.get(n, arg) for n, arg in enumerate(args)])
         if (tracing := self._mesh.tracing) is not None:

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpp.runtime.site._failure import Death, Failure, RankError, judge
-from jaxpp.runtime.site._member import Member
+from jaxpp.runtime.site._group import Member
 
 #: Seconds between two heartbeats.
 BEAT = 0.5
@@ -28,19 +28,13 @@ class Watch:
     A subclass hears of failures and deaths, and reports them. A process that has been stopped says
     nothing, and is found by its heartbeats: one that is silent for `timeout` seconds is looked at.
     One that runs is left in peace, however slow, since C code may hold Python's lock.
-    For `describe` and `advice` see `judge`.
+    For `advice` see `judge`.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Any],
-        timeout: float,
-        describe: Callable[[int, str], str],
-        advice: str,
-    ):
+    def __init__(self, members: Sequence[Any], timeout: float, advice: str):
         self.error: RankError | None = None
         self.members = list(members)
-        self._timeout, self._describe, self._advice = timeout, describe, advice
+        self._timeout, self._advice = timeout, advice
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         #: The news, in their order. Only the thread of the watch changes it.
         self.reports: dict[int, Failure | Death] = {}
@@ -161,7 +155,7 @@ class Watch:
         for worker, what in self.reports.items():
             self.members[worker].dead |= isinstance(what, Death)
         try:
-            self.error = judge(self.members, self.reports, self._describe, self._advice)
+            self.error = judge(self.members, self.reports, self._advice)
         except Exception as error:  # `end` waits for an error
             reason = f"{type(error).__name__}: {error}"
             self.error = self.members[0].error(f"A rank has failed: {reason}.", reason)

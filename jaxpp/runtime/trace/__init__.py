@@ -1,6 +1,5 @@
 """Records when each task and each message was, and writes it as files that tools open."""
 
-from jaxpp.runtime.trace._clock import clock as clock
 from jaxpp.runtime.trace._figures import Clocked as Clocked
 from jaxpp.runtime.trace._figures import Key as Key
 from jaxpp.runtime.trace._figures import dependencies_of as dependencies_of

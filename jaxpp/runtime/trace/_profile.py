@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpp.runtime.executor import Copier
-from jaxpp.runtime.trace._clock import CLOCK_EVENT
 from jaxpp.runtime.trace._result import Where
 
+#: The event of JAX's profiles that has the time of the driver's clock; see `merge_traces`.
+CLOCK_EVENT = "jaxpp clock"
 #: The runs of a profile: by the name of the module (empty where the device had nothing to do) and
 #: the device, for the number of each launch its start and end in nanoseconds since the profile's
 #: clock event. Each launch of an executable has the next number.

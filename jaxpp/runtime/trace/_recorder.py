@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import pathlib
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent import futures
@@ -13,7 +14,6 @@ import jax
 
 from jaxpp._program import Message, Run, Send
 from jaxpp.runtime.executor import Chunk, Dispatcher, Executor
-from jaxpp.runtime.trace._clock import clock
 from jaxpp.runtime.trace._profile import Module, Seen, match, module_of, read_profile
 from jaxpp.runtime.trace._result import Where
 
@@ -69,7 +69,7 @@ class Recorder:
         known, rank = self._prepare(executor), executor.program.rank
         self._records.calls[call] = step
         for instruction in chunk:
-            start = clock()
+            start = time.monotonic_ns()
             if not isinstance(instruction, Run):
                 executor.execute((instruction,))
                 if isinstance(instruction, Send):
@@ -85,11 +85,11 @@ class Recorder:
                 self._computed(executor, instruction, where, start)
 
     def sent(self, call: int, message: Message, start: int, end: int) -> None:
-        """Notes that a message was sent from `start` to `end`, in nanoseconds of `clock`."""
+        """Notes that a message was sent from `start` to `end`, in nanoseconds."""
         self._records.sent[call, message.tag] = start, end
 
     def received(self, call: int, message: Message, start: int, end: int) -> None:
-        """Notes that a message came in from `start` to `end`, in nanoseconds of `clock`."""
+        """Notes that a message came in from `start` to `end`, in nanoseconds."""
         self._records.received[call, message.tag] = start, end
 
     def settle(self) -> None:
@@ -163,7 +163,7 @@ class Recorder:
             except Exception as error:  # the step's own error, which the caller of the step gets
                 self._records.errors.append(str(error).partition("\n")[0])
             else:
-                note(clock())
+                note(time.monotonic_ns())
 
         self._clocked.append(self._threads[order].submit(wait))
 

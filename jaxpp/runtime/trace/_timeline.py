@@ -6,7 +6,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp.runtime.trace._clock import CLOCK_EVENT, Reading
+from jaxpp.runtime.trace._clock import Reading
+from jaxpp.runtime.trace._profile import CLOCK_EVENT
 from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun
 from jaxpp.schedules import plot
 from jaxpp.schedules._trace_events import (

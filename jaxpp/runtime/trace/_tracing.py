@@ -11,8 +11,8 @@ import jax
 
 from jaxpp._program import Bundle
 from jaxpp.runtime.trace import _clock, _timeline
-from jaxpp.runtime.trace._assemble import assemble
-from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading, clock
+from jaxpp.runtime.trace._clock import Offset, Reading, assemble
+from jaxpp.runtime.trace._profile import CLOCK_EVENT
 from jaxpp.runtime.trace._recorder import Recorder, Records, wait_for_runs
 from jaxpp.runtime.trace._result import Trace
 
@@ -108,7 +108,7 @@ def _start(process: Any, profile: pathlib.Path, times: Times, offset_ns: int, ho
     # The profile's own times count from its start, which it does not record otherwise. The first
     # event takes longer, so that its time is not exact.
     for _ in range(3):
-        recorder.zero, unix_ns = clock(), time.time_ns()
+        recorder.zero, unix_ns = time.monotonic_ns(), time.time_ns()
         known = {"monotonic_ns": str(recorder.zero + offset_ns), "unix_ns": str(unix_ns)}
         with jax.profiler.TraceAnnotation(CLOCK_EVENT, host=host, **known):
             pass

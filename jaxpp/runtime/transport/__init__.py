@@ -5,6 +5,7 @@ from jaxpp.runtime.transport._errors import NotComputed as NotComputed
 from jaxpp.runtime.transport._errors import NotOpened as NotOpened
 from jaxpp.runtime.transport._errors import PeerLost as PeerLost
 from jaxpp.runtime.transport._errors import TransportError as TransportError
+from jaxpp.runtime.transport._errors import lost_in_jax as lost_in_jax
 from jaxpp.runtime.transport._handshake import Addresses as Addresses
 from jaxpp.runtime.transport._handshake import Door as Door
 from jaxpp.runtime.transport._handshake import connect as connect
@@ -17,6 +18,6 @@ from jaxpp.runtime.transport._processes import free_port as free_port
 from jaxpp.runtime.transport._processes import join_processes as join_processes
 from jaxpp.runtime.transport._processes import leave_processes as leave_processes
 from jaxpp.runtime.transport._processes import rank_home as rank_home
+from jaxpp.runtime.transport._pull import Payload as Payload
 from jaxpp.runtime.transport._pull import Pulls as Pulls
-from jaxpp.runtime.transport._puts import Puts as Puts
 from jaxpp.runtime.transport._socket import SocketTransport as SocketTransport

@@ -34,11 +34,7 @@ _kept_ports: list[socket.socket] = []
 
 
 def join_processes(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
-    """Joins this process with the others of its rank.
-
-    JAX must not have been used before. It computes on all devices that this process sees: on the
-    GPUs that Ray has given it. Slurm and other launchers, which JAX would ask, know only of the
-    process that has started Ray.
+    """Joins this process with the others of its rank; JAX must not have been used before.
 
     The death of process 0, which has the coordinator, ends the others at once. The death of another
     one ends them when its heartbeats have been missed for 100 s; collectives with it fail at once.
@@ -53,7 +49,7 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, *, hos
         num_processes,
         process_id,
         local_device_ids=[],  # no choice among those that are visible; None is JAX's environment
-        cluster_detection_method="deactivate",
+        cluster_detection_method="deactivate",  # a launcher knows only what has started Ray
         coordinator_bind_address=coordinator if process_id == 0 else None,
         shutdown_timeout_seconds=LEAVE_TIMEOUT,
     )

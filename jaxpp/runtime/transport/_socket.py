@@ -29,7 +29,6 @@ from jaxpp.runtime.transport._frames import (
 from jaxpp.runtime.transport._handshake import SocketKind, start
 from jaxpp.runtime.transport._near import RUN_AHEAD, Near
 from jaxpp.runtime.transport._pull import Puller, Pulls
-from jaxpp.runtime.transport._puts import Puts
 
 #: The memory of this host; no message has more bytes.
 MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -68,8 +67,6 @@ class SocketTransport(Connections):
             it can.
         pulls: this process's part in JAX's transfers; with it the receiver pulls the arrays of each
             large message that is registered, and only what says so goes over the connection.
-        puts: this process's part in `jax.device_put` between processes, which then has the messages
-            of programs instead of the connections.
     """
 
     def __init__(
@@ -80,7 +77,6 @@ class SocketTransport(Connections):
         address: str | None = None,
         kind: SocketKind = "auto",
         pulls: Pulls | None = None,
-        puts: Puts | None = None,
     ):
         super().__init__(min(homes), secret, address, kind)
         self.homes = dict(homes)
@@ -88,11 +84,11 @@ class SocketTransport(Connections):
         self.recorder: Any = None
         #: The way of arrays between ranks of this process.
         self.near = Near(self.homes)
-        self._pulls, self._puts, self._pool = pulls, puts, BufferPool()
+        self._pulls, self._pool = pulls, BufferPool()
         #: For each program what makes the arrays of its messages, by their tags.
         self._unpackers: dict[int, dict[int, Unpacker | Puller]] = defaultdict(dict)
         self._late: dict[int, set[int]] = defaultdict(set)
-        self._call, self._program = 0, 0
+        self.call, self._program = 0, 0
         #: The recorder for which a thread reads.
         self._told: Any = None
 
@@ -141,10 +137,8 @@ class SocketTransport(Connections):
 
         Arrays of large registered messages are made as they come in, all others on the thread that
         receives them. What is sent under a `late` tag is copied first: a computation may take its
-        memory before it has left. `transfers` are those of all processes, in order, for `Puts`.
+        memory before it has left. Only `PutTransport` has `transfers`, which all processes order.
         """
-        if self._puts is not None:
-            self._puts.expect(transfers, program)
         self._late[program].update(late)
         for message in messages:
             if message.source in self.homes and message.target in self.homes:
@@ -158,8 +152,6 @@ class SocketTransport(Connections):
         """Forgets the messages of a program."""
         self._unpackers.pop(program, None)
         self._late.pop(program, None)
-        if self._puts is not None:
-            self._puts.forget(program)
 
     def _unpacker(self, message: Message) -> Unpacker | Puller:
         known = self._unpackers.get(self._program, {}).get(message.tag)
@@ -171,10 +163,8 @@ class SocketTransport(Connections):
 
     def begin(self, call: int, program: int = 0) -> None:
         """Sets the call and the program of the next messages."""
-        self._call, self._program = call, program
+        self.call, self._program = call, program
         self.near.clear()
-        if self._puts is not None:
-            self._puts.begin(program)
         recorder, before, self._told = self.recorder, self._told, self.recorder
         if recorder is not None and recorder is not before:  # it hears when messages come
             start(f"listen-{self.rank}", self.wait, lambda: self.recorder is not recorder)
@@ -191,16 +181,10 @@ class SocketTransport(Connections):
             self.check()
             self.near.send(arrays, message, late=late)
             return
-        if self._puts is not None and self._puts.carries(message):
-            self.check()
-            begun = time.monotonic_ns()
-            self._puts.send(arrays, message)
-            self._note(True, self._call, message, begun)
-            return
         peer, unpack = self.reach(message.target), self._unpacker(message)
         if late:
             arrays = jax.device_put(arrays, may_alias=False)
-        header = Header(self._program, self._call, message.tag, message.source, unpack.nbytes)
+        header = Header(self._program, self.call, message.tag, message.source, unpack.nbytes)
         item = Outgoing(header, unpack.prepared(arrays), message, unpack)
         if not unpack.at_once and not peer.unsent and all(map(is_ready, item.arrays)):
             self.attempt(peer, lambda: self.write(item, peer, socket.MSG_DONTWAIT))
@@ -208,7 +192,7 @@ class SocketTransport(Connections):
                 return
         self.put(item, peer)
 
-    def _note(self, sent: bool, call: int, message: Message, start: int, end: int = 0) -> None:
+    def note(self, sent: bool, call: int, message: Message, start: int, end: int = 0) -> None:
         """Tells a recorder when a message was sent, or received; until now, if no end is given."""
         if (recorder := self.recorder) is not None:
             note = recorder.sent if sent else recorder.received
@@ -226,7 +210,7 @@ class SocketTransport(Connections):
         with contextlib.suppress(BlockingIOError):
             while item.pieces:
                 send_some(peer.reader.connection, item.pieces, flags)
-            self._note(True, item.header.call, item.message, item.start_ns)
+            self.note(True, item.header.call, item.message, item.start_ns)
 
     def _values(self, item: Outgoing) -> list[Bytes]:
         """Waits for the values of a message; returns their bytes."""
@@ -261,17 +245,9 @@ class SocketTransport(Connections):
         if source in self.homes:
             self.check()
             return self.near.receive(message)
-        if self._puts is not None and self._puts.carries(message):
-            self.check()
-            begun = time.monotonic_ns()
-            arrays = self._puts.receive(message, self.check)
-            if self.recorder is not None:
-                jax.block_until_ready(arrays)
-            self._note(False, self._call, message, begun)
-            return arrays
         if self.unsent > RUN_AHEAD:  # or dispatch would take memory of the device without bound
             self.wait(lambda: self.unsent <= RUN_AHEAD)
-        key = self._program, self._call, message.tag
+        key = self._program, self.call, message.tag
         if key not in self.mail:
             self.wait(lambda: key in self.mail or self.ended(source))
         if (found := self.mail.pop(key, None)) is None:
@@ -285,7 +261,7 @@ class SocketTransport(Connections):
                 f"{message.tag}, and {header.nbytes} came from rank {header.source}; the ranks "
                 f"run different programs."
             )
-        self._note(False, self._call, message, begun, end)
+        self.note(False, self.call, message, begun, end)
         return data if isinstance(data, list) else unpack(data)
 
     def settle(self, arrays: list[Any]) -> None:
@@ -306,12 +282,9 @@ class SocketTransport(Connections):
 
     def is_echo(self, error: BaseException) -> bool:
         """Tells whether an error of a computation says that another process has failed."""
-        several = self._puts is not None or any(map(spans, self.homes.values()))
-        return several and lost_in_jax(error)
+        return any(map(spans, self.homes.values())) and lost_in_jax(error)
 
     def close(self, timeout: float = 5.0) -> None:
         """Ends all connections and threads; waiting sends and receives raise `Aborted`."""
-        if self._puts is not None and self._error is None:
-            self._puts.end()
         super().close(timeout)
         self._pool.clear()

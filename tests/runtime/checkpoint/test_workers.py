@@ -39,7 +39,10 @@ def train(step, state, numbers, manager=None):
     return state, jax.device_get(losses)
 
 
-def test_a_mesh_that_ends_waits_for_what_its_ranks_write(ray_session, tmp_path):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_mesh_that_ends_or_restarts_waits_for_what_its_ranks_write(
+    ray_session, tmp_path, restarts
+):
     del ray_session
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         with jaxpp.RemoteMpmdMesh((2,)) as mesh:
@@ -47,6 +50,8 @@ def test_a_mesh_that_ends_waits_for_what_its_ranks_write(ray_session, tmp_path):
             expected = jax.device_get(state)
             mesh.apply(_write_slowly, {0: (), 1: ()})
             manager.save(7, args=save_args(state))
+            if restarts:
+                mesh.restart()
         manager.wait_until_finished()
         assert manager.latest_step() == 7
         restored = manager.restore(7, args=restore_args(expected))

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,7 @@ class Sites:
     def __init__(self, local, split):
         self.local = local
         turns, own = turns_of(local.bundle.programs), local.executors
-        donated = {n: c.donated for n, c in enumerate(local.bundle.computations)}
+        known = local.bundle.computations
         self.transports = [SocketTransport({r: local.homes[r] for r in s}, SECRET) for s in split]
         addresses = {r: t.addresses for t in self.transports for r in t.homes}
         for transport in self.transports:
@@ -44,7 +46,7 @@ class Sites:
         self.dispatchers = []
         for transport, ranks in zip(self.transports, split, strict=True):
             parts = [
-                Executor(own[r].program, own[r].executables, transport, donated=donated)
+                Executor(own[r].program, own[r].executables, transport, computations=known)
                 for r in ranks
             ]
             self.dispatchers.append(Dispatcher(parts, turns))
@@ -189,6 +191,7 @@ def test_what_is_sent_and_then_donated_is_told():
     there = message(3, 0, 1)
     sends = Send((0,), there)
     donates, keeps = Run(0, (0,), (1,), "F"), Run(1, (0,), (1,), "F")
+    known: Any = [types.SimpleNamespace(donated=(0,)), None]
     for instructions, late in (
         ((sends, donates), {3}),
         ((sends, keeps), set()),
@@ -196,6 +199,6 @@ def test_what_is_sent_and_then_donated_is_told():
         ((sends, Receive((0,), message(4, 1, 0)), donates), set()),
     ):
         program = Program(0, (0,), instructions, 2, (), (), ())
-        part = Executor(program, [None, None], Mail(), donated={0: (0,)})
+        part = Executor(program, [None, None], Mail(), computations=known)
         turns = [0] * len(chunks(program))
         assert Dispatcher([part], turns).late == late

@@ -202,8 +202,7 @@ def test_a_call_is_marked_by_its_step_and_its_arguments():
 
 def test_process_0_may_be_silent_while_it_waits_for_those_that_come_late():
     members = [Member(0, (0,)), Member(1, (1,))]
-    group = types.SimpleNamespace(library=types.SimpleNamespace(describe=None))
-    watch = LaunchedWatch(group, members, 2.0, 300.0)
+    watch = LaunchedWatch(None, members, 2.0, 300.0)
     assert not watch.why_dead(members[0], 310.0)  # it tells who has not come after 300
     assert watch.why_dead(members[0], 330.0) == "its host does not answer"
 

@@ -74,7 +74,7 @@ def process() -> Any:
 def take_down(process: Any):
     rank = process.ranks[3]
     rank.send, rank.feed, rank.take_results = mock.Mock(), mock.Mock(), mock.Mock()
-    process._steps[0] = mock.Mock(at=None)
+    process._steps[0] = mock.Mock(at=None), {}
 
 
 def call(number):
@@ -85,7 +85,7 @@ def call(number):
 def ran(process):
     """The numbers of the calls that have run."""
     results = process.ranks[3].take_results.call_args_list
-    assert process._steps[0].run.call_count == len(results)
+    assert process._steps[0][0].run.call_count == len(results)
     return [call.args[1] for call in results]
 
 

@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray")
 from ray.util.placement_group import placement_group_table  # noqa: E402
 
 from jaxpp import _compat  # noqa: E402
-from jaxpp.runtime.remote.cluster import _environment, _places, _session  # noqa: E402
+from jaxpp.runtime.remote import _environment, _places, _session  # noqa: E402
 from tests.helpers import wait_until  # noqa: E402
 
 
@@ -147,7 +147,7 @@ def test_a_process_is_in_one_session(session, monkeypatch):
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import psutil, ray
-from jaxpp.runtime.remote.cluster import _session
+from jaxpp.runtime.remote import _session
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, handler := lambda *_: None)
@@ -265,7 +265,7 @@ def test_a_request_that_makes_no_sense_is_an_error(session, arguments, words):
 NODE_LOST = """
 import ray
 from ray.cluster_utils import Cluster
-from jaxpp.runtime.remote.cluster import _places, _session
+from jaxpp.runtime.remote import _places, _session
 
 def renew(reservation):
     try:
@@ -509,7 +509,7 @@ def test_ranks_fill_the_nodes_where_ray_has_put_their_bundles(monkeypatch, here,
 DRIVER = """
 import os, time
 import ray
-from jaxpp.runtime.remote.cluster import _environment, _places, _session
+from jaxpp.runtime.remote import _environment, _places, _session
 
 class Worker:
     def ready(self):

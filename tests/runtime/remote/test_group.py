@@ -9,10 +9,9 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from jaxpp.runtime.remote import _group  # noqa: E402
+from jaxpp.runtime.remote import _environment, _group  # noqa: E402
 from jaxpp.runtime.remote._group import WorkerMember  # noqa: E402
-from jaxpp.runtime.remote.cluster import _environment  # noqa: E402
-from jaxpp.runtime.site._member import versions  # noqa: E402
+from jaxpp.runtime.site._group import versions  # noqa: E402
 
 
 def test_a_driver_on_another_platform_is_warned_once(recwarn):

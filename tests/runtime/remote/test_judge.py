@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("ray")
 
 from jaxpp.runtime.site._failure import Death, Failure, judge  # noqa: E402
-from jaxpp.runtime.site._member import Member  # noqa: E402
+from jaxpp.runtime.site._group import Member  # noqa: E402
 from jaxpp.runtime.transport import PeerLost, TransportError  # noqa: E402
 
-OWN = Failure.of(KeyError("its own"), 2, 7, "F2.1")
+OWN = Failure.of(KeyError("its own"), 2, 7, "F2.1", where="stage 2")
 DEAD = Death("no sign of life for 3.0 s")
 
 
@@ -37,30 +37,26 @@ def workers(number, processes=1, ranks=1):
     ]
 
 
-def error_of(members, reports):
-    return judge(members, reports, lambda call, task: f" (stage {task[1]})")
-
-
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_failure_of_its_own_counts_before_its_echoes(order):
     heard = [(0, waited(0, 1)), (1, waited(1, 2)), (2, OWN)]
-    error = error_of(workers(3), dict(heard[n] for n in order))
+    error = judge(workers(3), dict(heard[n] for n in order))
     assert (error.rank, error.task) == (2, "F2.1")
     assert "Waiting for it: rank 1 in receive of x." in str(error)
 
 
 def test_the_first_of_two_failures_counts():
     other = Failure.of(ValueError("another"), 0, 7, "F0.1")
-    assert error_of(workers(3), {2: OWN, 0: other}).rank == 2
-    assert error_of(workers(3), {0: other, 2: OWN}).rank == 0
-    assert error_of(workers(3), {0: waited(0, 1), 1: DEAD, 2: OWN}).rank == 1
+    assert judge(workers(3), {2: OWN, 0: other}).rank == 2
+    assert judge(workers(3), {0: other, 2: OWN}).rank == 0
+    assert judge(workers(3), {0: waited(0, 1), 1: DEAD, 2: OWN}).rank == 1
 
 
 def test_the_death_of_a_ranks_first_process_explains_that_of_the_others():
     members = workers(2, processes=2)
-    found = error_of(members, {3: DEAD, 2: waited(1, 0)})
+    found = judge(members, {3: DEAD, 2: waited(1, 0)})
     assert (found.rank, found.process) == (1, 1)
-    found = error_of(members, {3: DEAD, 2: DEAD})
+    found = judge(members, {3: DEAD, 2: DEAD})
     assert (found.rank, found.process) == (1, 0)
     assert str(found).startswith("rank 1 (its process 0 of 2, process 102 on here (10.0.0.1)) has")
 
@@ -74,7 +70,7 @@ def test_the_death_of_a_ranks_first_process_explains_that_of_the_others():
     ],
 )
 def test_the_error_says_who_where_why_and_who_waits(what, cause, words, task):
-    error = error_of(workers(3), {0: waited(0, 2, "receive of B1.0"), 2: what, 1: ended(1)})
+    error = judge(workers(3), {0: waited(0, 2, "receive of B1.0"), 2: what, 1: ended(1)})
     start = f"rank 2 (process 102 on here (10.0.0.1)) has failed {words}".replace(" :", ":")
     assert str(error).startswith(start)
     assert "Waiting for it: rank 0 in receive of B1.0. All ranks" in str(error)
@@ -84,16 +80,16 @@ def test_the_error_says_who_where_why_and_who_waits(what, cause, words, task):
 
 def test_a_death_is_of_all_ranks_of_the_process_and_an_error_of_one():
     members = workers(2, ranks=2)
-    error = error_of(members, {0: waited(1, 3), 1: DEAD})
+    error = judge(members, {0: waited(1, 3), 1: DEAD})
     assert str(error).startswith("ranks 2 and 3 (process 101 on here (10.0.0.1)) has failed: no")
     assert error.rank == 2 and "Waiting for it: rank 1 in receive of x." in str(error)
-    error = error_of(members, {1: Failure.of(KeyError("k"), 3, 7, "F3.0")})
+    error = judge(members, {1: Failure.of(KeyError("k"), 3, 7, "F3.0")})
     assert str(error).startswith("rank 3 (process 101") and error.rank == 3
 
 
 def test_a_dead_process_has_its_last_words():
     output = "loading\nFatal Python error: Segmentation fault\n\n  File 'x.py', line 3 in crash"
-    error = error_of(workers(1), {0: Death.of(RuntimeError("exit type: X"), output)})
+    error = judge(workers(1), {0: Death.of(RuntimeError("exit type: X"), output)})
     assert error.reason == "its process has died: Segmentation fault"
     assert str(error).endswith(f"The last lines of its output:\n{output}")
 
@@ -105,25 +101,25 @@ def test_where_both_ends_of_a_connection_live_the_error_names_the_connection(fir
     for own in (ended(1, 2), waited(1, 0)):
         reports = {0: waited(0, 1), 1: own, 2: ended(2)}
         reports = dict(sorted(reports.items(), key=lambda item: item[0] != first))
-        error = error_of(members, reports)
+        error = judge(members, reports)
         ends = [f"rank {n} (process {100 + n} on here (10.0.0.1))" for n in range(2)]
         assert str(error).startswith(
             f"The connection between {ends[0]} and {ends[1]} broke, but both processes live: in "
             "receive of x, rank 0 found that it is gone."
         )
         assert isinstance(error.__cause__, PeerLost) and error.task == "receive of x"
-    dead = error_of(members, {0: waited(0, 1), 1: DEAD})
+    dead = judge(members, {0: waited(0, 1), 1: DEAD})
     assert str(dead).startswith("rank 1 (process 101 on here (10.0.0.1)) has failed")
 
 
 def test_a_third_rank_that_waits_does_not_hide_whose_connection_broke():
     reports = {0: ended(0, 1), 1: waited(1, 2), 2: waited(2, 1, "send of y")}
-    error = error_of(workers(3), reports)
+    error = judge(workers(3), reports)
     assert str(error).startswith("The connection between rank 1 (")
     assert "and rank 2 (" in str(error) and error.rank == 2
 
 
 def test_of_a_connection_whose_other_end_is_silent_no_more_is_said_than_is_known():
-    error = error_of(workers(2), {0: waited(0, 1)})
+    error = judge(workers(2), {0: waited(0, 1)})
     assert "broke, but neither process has died" in str(error)
-    assert error_of(workers(2), {0: ended(0)}).rank == 0
+    assert judge(workers(2), {0: ended(0)}).rank == 0

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxpp
-from jaxpp.runtime.remote.cluster import _places
+from jaxpp.runtime.remote import _places
 from tests.helpers import assert_same
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from jaxpp._program import Run, Wait
 from jaxpp.runtime.executor import interleave
-from jaxpp.runtime.trace._assemble import assemble
+from jaxpp.runtime.trace._clock import assemble
 from jaxpp.runtime.trace._recorder import Records
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
 from tests.helpers import assert_close, assert_same, mesh_of

@@ -169,6 +169,27 @@ def test_a_thread_that_waits_for_room_holds_up_no_restart(mesh, step):
     assert errors and time.monotonic() - began < 40
 
 
+def test_a_thread_that_waits_for_room_holds_up_no_shutdown():
+    errors = []
+    with jaxpp.RemoteMpmdMesh((2,)) as mesh:
+        fed = jaxpp.place(step_of(), mesh, feed={3: Batches()})
+        fed(*begin(), 0.0)
+
+        def call():
+            with pytest.raises(RuntimeError, match="shut down") as caught:
+                for _ in range(8):
+                    fed(*begin(), 60.0)
+            errors.append(caught.value)
+
+        calling = threading.Thread(target=call)
+        calling.start()
+        time.sleep(1)
+        began = time.monotonic()
+        mesh.shutdown()
+    calling.join(5)
+    assert errors and time.monotonic() - began < 40
+
+
 def test_a_restart_beside_a_stopped_worker_keeps_the_others(mesh, step):
     before = pids(mesh)
     os.kill(before[0], signal.SIGSTOP)

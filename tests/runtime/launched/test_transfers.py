@@ -5,8 +5,11 @@ import itertools
 import pytest
 
 from jaxpp._program import Receive, Send
-from jaxpp.runtime.executor import check_transfers, interleave, transfers_of
-from jaxpp.runtime.transport import Puts, TransportError, _puts
+from jaxpp.runtime.executor import interleave
+from jaxpp.runtime.launched import _puts
+from jaxpp.runtime.launched._puts import Puts
+from jaxpp.runtime.launched._transfers import check_transfers, transfers_of
+from jaxpp.runtime.transport import TransportError
 from tests.runtime.executor.test_executor import message, pipeline, program, run
 
 

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import ArrayType, Home, from_host, is_ready, plain, resplit, sharding_in
-from jaxpp.runtime.transport._errors import TransportError
-from jaxpp.runtime.transport._near import RUN_AHEAD
+from jaxpp.runtime.arrays import Home, is_ready
+from jaxpp.runtime.transport import RUN_AHEAD, Payload, SocketTransport, TransportError, lost_in_jax
 
 #: Seconds between two looks at an array that has not come.
 LOOK = 1e-4
@@ -155,40 +154,66 @@ class Put:
         return jax.device_put(own, [t.sharding for t in self._leaving.types], may_alias=False)
 
 
-class Payload:
-    """The arrays of a message, at home in a rank, but for empty ones; keys are integers."""
+class PutTransport(SocketTransport):
+    """A `SocketTransport` where `puts` have the messages of programs between processes.
 
-    def __init__(self, message: Message, home: Home):
-        self._home = home
-        types = [ArrayType.of(aval) for aval in message.avals]
-        self._arrays = list(zip(types, message.specs or ((),) * len(types), strict=True))
-        #: What moves, all of it in the memory of the devices.
-        self.types = [
-            jax.ShapeDtypeStruct(t.host_shape, t.host_dtype, sharding=sharding_in(home, spec))
-            for t, spec in self._arrays
-            if t.nbytes
-        ]
+    All else, such as the arguments of a call that another process has, goes over the sockets.
+    """
 
-    def of(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns what moves of the message's arrays, split as it is sent."""
-        moved = [
-            (resplit(plain(array), self._home, spec), type_.kind)
-            for array, (type_, spec) in zip(arrays, self._arrays, strict=True)
-            if type_.nbytes
-        ]
-        return [  # an array that is there already is the same object: it must not be donated yet
-            array if kind is None else jax.device_put(array, type_.sharding)
-            for (array, kind), type_ in zip(moved, self.types, strict=True)
-        ]
+    def __init__(
+        self, homes: Mapping[int, Home], secret: bytes, *, address: str | None = None, puts: Puts
+    ):
+        super().__init__(homes, secret, address=address)
+        self._puts = puts
 
-    def whole(self, moved: Iterable[Any]) -> list[Any]:
-        """Makes the message's arrays of what has moved."""
-        rest = iter(moved)
-        return [self._finished(next(rest) if own[0].nbytes else None, *own) for own in self._arrays]
+    def expect(
+        self,
+        messages: Iterable[Message],
+        program: int = 0,
+        late: Iterable[int] = (),
+        transfers: Sequence[Message] = (),
+    ) -> None:
+        """Registers the messages of a program, and its transfers between all processes."""
+        self._puts.expect(transfers, program)
+        super().expect(messages, program, late)
 
-    def _finished(self, array: Any, type_: ArrayType, spec: Any) -> Any:
-        if array is None:
-            return from_host(b"", type_, self._home, spec)
-        if type_.kind is not None:
-            array = jax.device_put(array, sharding_in(self._home, spec, type_.kind))
-        return type_.of_plain(array)
+    def forget(self, program: int) -> None:
+        """Forgets the messages of a program."""
+        super().forget(program)
+        self._puts.forget(program)
+
+    def begin(self, call: int, program: int = 0) -> None:
+        """Sets the call and the program of the next messages."""
+        super().begin(call, program)
+        self._puts.begin(program)
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        """Starts to send arrays to a rank; does not wait."""
+        if not self._puts.carries(message):
+            return super().send(arrays, message)
+        self.check()
+        begun = time.monotonic_ns()
+        self._puts.send(arrays, message)
+        self.note(True, self.call, message, begun)
+
+    def receive(self, message: Message) -> list[Any]:
+        """Waits for a message; returns its arrays."""
+        if not self._puts.carries(message):
+            return super().receive(message)
+        self.check()
+        begun = time.monotonic_ns()
+        arrays = self._puts.receive(message, self.check)
+        if self.recorder is not None:
+            jax.block_until_ready(arrays)
+        self.note(False, self.call, message, begun)
+        return arrays
+
+    def is_echo(self, error: BaseException) -> bool:
+        """Tells whether an error of a computation says that another process has failed."""
+        return lost_in_jax(error)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends all connections and threads, once what is left of the transfers is issued."""
+        if self._error is None:
+            self._puts.end()
+        super().close(timeout)

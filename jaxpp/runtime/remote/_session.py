@@ -44,10 +44,8 @@ _silent: set[str] = set()
 def join_session() -> Session:
     """Joins the Ray session that is there, or starts one on this machine.
 
-    It takes the first of these that there is: the session that this process is in; the one at
-    `RAY_ADDRESS`; the one that `ray start` has left on this machine; one of our own (at once with
-    `RAY_ADDRESS=local`). One of our own ends with the last `leave_session`, with this process, or
-    with the thread that started it. A Ctrl-C waits until Ray has started.
+    `RemoteMpmdMesh` says which. One of our own ends with the last `leave_session`, with this
+    process, or with the thread that started it. A Ctrl-C waits until Ray has started.
 
     Raises:
         ConnectionError: if there is no session at `RAY_ADDRESS`.

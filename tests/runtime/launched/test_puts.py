@@ -7,7 +7,7 @@ import pytest
 
 from jaxpp._program import Message
 from jaxpp.runtime.arrays import home_over
-from jaxpp.runtime.transport import _puts
+from jaxpp.runtime.launched import _puts
 
 
 def put_of(arrays, homes, specs=()):

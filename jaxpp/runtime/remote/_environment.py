@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxpp import _compat
 from jaxpp._messages import warn
-from jaxpp.runtime.remote.cluster._places import Reservation
+from jaxpp.runtime.remote._places import Reservation
 
 #: The fraction of a GPU's memory that JAX takes by default; the workers on one GPU share it.
 MEMORY_FRACTION = 0.75

@@ -12,7 +12,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from jaxpp.runtime.remote.cluster._session import Session, answers, reopen_session
+from jaxpp.runtime.remote._session import Session, answers, reopen_session
 
 #: CPUs of a worker in a session of our own, where cores are not counted: any number of workers fit.
 UNCOUNTED_CPU = 0.001
