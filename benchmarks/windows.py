@@ -19,6 +19,7 @@ worker processes: within a process, XLA runs the programs of several devices of 
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import statistics
@@ -93,15 +94,16 @@ def figures(step: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *counts, parameters, sums, max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
-def products(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-    """A loss whose layers are equal; with `--task_ms`, each sleeps, too."""
-    wait = equal_blocks.sleeping(_TASK_MS.value / 1e3) if _TASK_MS.value else lambda x: x
+def products(weights: list[jax.Array], x: jax.Array, wait: Any = lambda x: x) -> jax.Array:
+    """A loss whose layers are equal; `wait` is what each does besides its product."""
     for weight in weights:
         x = wait(jnp.tanh(x @ weight))
     return jnp.mean(x**2)
 
 
-def problem(width: int, microbatches: int, **machine: Any) -> tuple[jaxpp.Plan, tuple[Any, ...]]:
+def problem(
+    width: int, microbatches: int, fun: Any = products, **machine: Any
+) -> tuple[jaxpp.Plan, tuple[Any, ...]]:
     """A plan without a limit for four products of two replicas, and the arguments of a step."""
     keys = jax.random.split(jax.random.key(0), 5)
     weights = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys[1:]]
@@ -109,7 +111,7 @@ def problem(width: int, microbatches: int, **machine: Any) -> tuple[jaxpp.Plan, 
     order = "gpipe(stages_per_rank=2)"
     options: Any = dict(schedules=[order], state_bytes=2.0, zero=3, replicas=2, at_least=4)
     options |= machine
-    return jaxpp.plan(products, *args, ranks=2, microbatches=microbatches, **options), args
+    return jaxpp.plan(fun, *args, ranks=2, microbatches=microbatches, **options), args
 
 
 def alone(plan: jaxpp.Plan) -> tuple[float, float]:
@@ -131,10 +133,10 @@ def limited(free: jaxpp.Plan) -> jaxpp.Plan:
     return solve(dataclasses.replace(free.problem, memory_limit=limit))
 
 
-def step_of(plan: jaxpp.Plan, order: Schedule, mesh: Any = None) -> Any:
+def step_of(plan: jaxpp.Plan, order: Schedule, fun: Any = products, mesh: Any = None) -> Any:
     """A step with the cuts of a plan, whose state is split."""
     mesh = mesh or jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
-    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(products, at=plan.cuts)))
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(fun, at=plan.cuts)))
     grad_fn = jaxpp.microbatch(grad_fn, plan.microbatches, replicas=2)
     grad_fn = jaxpp.schedule(grad_fn, order)
 
@@ -149,22 +151,26 @@ def step_of(plan: jaxpp.Plan, order: Schedule, mesh: Any = None) -> Any:
 def planned() -> None:
     """Plans, runs the plan, and prints its bytes and times."""
     width, microbatches = _WIDTH.value, _MICROBATCHES.value
-    free, args = problem(width, microbatches, reduction_bandwidth=1e9)
-    first = jaxpp.measure(step_of(free, Gather("gpipe(stages_per_rank=2)")), *args, repeats=3)
+    seconds, fun = _TASK_MS.value / 1e3, products
+    if seconds:
+        fun = functools.partial(products, wait=equal_blocks.sleeping(seconds))
+    free, args = problem(width, microbatches, fun, reduction_bandwidth=1e9)
+    first = step_of(free, Gather("gpipe(stages_per_rank=2)"), fun)
+    first = jaxpp.measure(first, *args, repeats=3)
     gather = statistics.median(first.costs.of(Task(Kind.G, stage, 0)) for stage in range(4))
     speed = 4 * width**2 / 2 / gather
     free = solve(dataclasses.replace(free.problem, reduction_bandwidth=speed))
     plan = limited(free)
     print(plan, f"alone: {alone(free)} bytes; gathers of {speed:.3g} bytes a second", sep="\n")
-    step = step_of(plan, plan.order)
+    step = step_of(plan, plan.order, fun)
     measured, predicted = memory_peaks(step, args)
     print(f"bytes measured: {measured}, predicted: {predicted}")
     found = jaxpp.measure(step, *args, repeats=flags.FLAGS.repeats)
-    seconds = jaxpp.predict(step, *args, costs=found).seconds
-    times = {"measured": found.step, "by the plan": plan.seconds, "by predict": seconds}
-    if _TASK_MS.value:
+    predicted = jaxpp.predict(step, *args, costs=found).seconds
+    times = {"measured": found.step, "by the plan": plan.seconds, "by predict": predicted}
+    if seconds:
         with jaxpp.RemoteMpmdMesh((2, 2), ("mpmd", "data")) as workers:
-            loop = equal_blocks.Loop(step_of(plan, plan.order, workers), args[:1], args[1])
+            loop = equal_blocks.Loop(step_of(plan, plan.order, fun, workers), args[:1], args[1])
             times["on workers"] = equal_blocks.seconds(loop, flags.FLAGS.repeats)
     print("ms", *(f"{name}: {1e3 * own:.2f}" for name, own in times.items()), sep="  ")
 
