@@ -3,7 +3,7 @@
     python -m benchmarks.windows
     python -m benchmarks.windows --orders=gpipe --layers=8 --width=64
     python -m benchmarks.windows --plan --width=512
-    python -m benchmarks.windows --plan --width=512 --microbatches=4 --task_ms=100 --repeats=3
+    python -m benchmarks.windows --plan --width=512 --microbatches=4 --task_ms=200 --repeats=3
 
 There are two ranks of two devices along `data`, two replicas, Adam. For each schedule and window
 a line has, of the first rank in a step: the all-gathers and the reduce-scatters over `data`; the
