@@ -54,6 +54,12 @@ class ArrayHandle(jax.Array):
     def __deepcopy__(self, memo: Any) -> Any:
         return self.copy()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} stays with its ranks and cannot be pickled; gather it with jaxpp.gather, or "
+            f"save it with jaxpp.save_state."
+        )
+
 
 class HandleSharding:
     """The place of a handle's array."""

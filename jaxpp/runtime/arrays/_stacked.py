@@ -162,12 +162,8 @@ class StackedArray(ArrayHandle):
             part.delete()
 
     def __reduce__(self):
-        if not self.is_fully_addressable:
-            raise TypeError(
-                f"{self!r} stays with its ranks and cannot be pickled; gather it with "
-                f"jaxpp.gather, or save it with jaxpp.save_state."
-            )
-        return StackedArray, (self.parts,)
+        here = self.is_fully_addressable
+        return (StackedArray, (self.parts,)) if here else super().__reduce__()
 
 
 def _move(array: Any, device: Any) -> Any:

@@ -194,12 +194,6 @@ class RemoteArray(ArrayHandle):
         self.why_deleted, self.way_out = why, DONATED
         self._arrays.forget(self)
 
-    def __reduce__(self):
-        raise TypeError(
-            f"{self!r} stays with its rank and cannot be pickled; gather it with jaxpp.gather, or "
-            f"save it with jaxpp.save_state."
-        )
-
 
 # ---- the records of all --------------------------------------------------------------------------
 

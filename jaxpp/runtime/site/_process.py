@@ -150,8 +150,10 @@ class Process:
         """Registers a step for all ranks."""
         found = [self._told(rank, self.ranks[rank].load, own) for rank, own in loadings.items()]
         first = next(iter(loadings.values()))
-        dispatcher = Dispatcher(found, first.turns)
-        self._steps[first.step] = dispatcher, first.lines
+        dispatcher, lines = Dispatcher(found, first.turns), {}
+        for own in loadings.values():
+            lines |= own.lines
+        self._steps[first.step] = dispatcher, lines
         self.transport.expect(dispatcher.messages, first.step, dispatcher.late, first.transfers)
 
     @in_order

@@ -69,10 +69,7 @@ class Library:
         turns = tuple(turns_of(bundle.programs))
         computations = [self._numbers_of(program, bundle) for program in bundle.programs]
         step = next(self._numbers)
-        inputs, lines = (
-            [(ArrayType.of(a.aval), a.spec) for a in bundle.arguments],
-            _lines_of(bundle),
-        )
+        inputs = [(ArrayType.of(a.aval), a.spec) for a in bundle.arguments]
         self._steps[step] = tuple(
             Loading(
                 step,
@@ -82,7 +79,7 @@ class Library:
                 {},
                 tuple((s, ArrayType.of(x), to_host(x)) for s, x in own.constants),
                 turns,
-                lines,
+                _lines_of(own, bundle),
                 transfers,
             )
             for own, numbers in zip(bundle.programs, computations, strict=True)
@@ -129,19 +126,18 @@ class Library:
         return gone
 
 
-def _lines_of(bundle: Bundle) -> dict[str, str]:
-    """Finds the stage of each task of a step, by label, and the user's line that it begins with."""
+def _lines_of(program: Program, bundle: Bundle) -> dict[str, str]:
+    """Finds the stage of each task of a rank, by label, and the user's line that it begins with."""
     found: dict[str, str] = {}
     line_of: dict[int, str] = {}
-    for program in bundle.programs:
-        for run in program.instructions:
-            if isinstance(run, Run) and run.label not in found:
-                if run.computation not in line_of:
-                    lines = _source_lines(bundle.computations[run.computation].jaxpr)
-                    line_of[run.computation] = next(lines, "")
-                stages = " and ".join(dict.fromkeys(str(task.stage) for task in run.tasks))
-                stage = f"stage {stages}" if stages else ""
-                found[run.label] = ", ".join(filter(None, (stage, line_of[run.computation])))
+    for run in program.instructions:
+        if isinstance(run, Run) and run.label not in found:
+            if run.computation not in line_of:
+                lines = _source_lines(bundle.computations[run.computation].jaxpr)
+                line_of[run.computation] = next(lines, "")
+            stages = " and ".join(dict.fromkeys(str(task.stage) for task in run.tasks))
+            stage = f"stage {stages}" if stages else ""
+            found[run.label] = ", ".join(filter(None, (stage, line_of[run.computation])))
     return found
 
 
