@@ -263,9 +263,9 @@ def test_a_plan_says_where_its_ranks_would_share_cores(busy, says):
 
 
 def test_a_plan_prints_its_limit_and_folds_what_it_did_not_take():
-    names = [name for name in SCHEDULES if name not in MADE][:10]
+    names = [name for name in SCHEDULES if name not in MADE][:7]
     plan = planned(profile_of(UNEVEN), 4e6, schedules=names)
-    assert len(plan.others) > 8
+    assert len(plan.others) > 4
     lines = str(plan).splitlines()
     assert f"; of {format_bytes(4e6)}" in str(plan)
     assert sum(line.startswith("not ") for line in lines) == 4
@@ -530,10 +530,10 @@ def test_a_terminal_shows_how_far_a_plan_is(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("tqdm.tqdm", lambda **options: tqdm(**options, mininterval=0))
     options: Any = dict(ranks=2, microbatches=(2, 4), device="h100", at_least=4, tries=9)
-    kinds = ["gpipe", "1f1b", "synthesized", "searched"]
+    kinds = ["gpipe", "1f1b", "searched"]
     jaxpp.plan(of_lists, dict_of(4), jnp.ones((16, 8)), schedules=kinds, **options)
     shown = [line for line in stream.getvalue().split("\r") if "jaxpp: planning" in line]
-    assert "0/8" in shown[0] and "8/8" in shown[-1]
+    assert "0/7" in shown[0] and "7/7" in shown[-1]
 
 
 def dict_of(layers):

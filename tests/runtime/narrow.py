@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import jaxpp
 
-DTYPES = ["int4", "uint4", "int2", "uint2", "float4_e2m1fn"]
+DTYPES = ["int4", "int2", "float4_e2m1fn", "uint4", "uint2"]
 M = 4
 
 

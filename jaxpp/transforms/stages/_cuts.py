@@ -84,11 +84,19 @@ def _places_in_scopes(
                 f"The cut at {name!r} is not unique: under the scope {match[1]!r} are "
                 f"{len(found)} scans over layers ({lines}); give each a scope of its own."
             )
-        elif not found and (layer := _modules.layer_at(model, name.replace("[", ".").rstrip("]"))):
-            found = [stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)]
+        elif not found and not _part(name, model, arrays):
+            if layer := _modules.layer_at(model, name.replace("[", ".").rstrip("]")):
+                found = [stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)]
         if found:
             places[name] = found[0].place_of(int(match[2]), match[1])
     return places
+
+
+def _part(name: str, model: Any, arrays: Sequence[Var]) -> set[Var]:
+    """Finds the arrays of the part of the model that a path names."""
+    path = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", name).strip(".")
+    named = zip(_modules.array_paths(model), arrays, strict=False)
+    return {v for other, v in named if f"{other}.".startswith(f"{path}.")}
 
 
 def _first_reader(
@@ -99,9 +107,7 @@ def _first_reader(
     It is before the first equation that reads the part, and behind those that read others, where
     the fewest bytes cross.
     """
-    path = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", name).strip(".")
-    named = zip(_modules.array_paths(model), arrays, strict=False)
-    own = {v for other, v in named if f"{other}.".startswith(f"{path}.")}
+    own = _part(name, model, arrays)
     reads = [set(jaxprs.variables(e.invars)) for e in line.eqns]
     first = next((i for i, read in enumerate(reads) if read & own), None)
     if first is None:

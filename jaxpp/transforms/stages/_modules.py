@@ -25,7 +25,7 @@ def resolve_modules(model: Any, at: Any) -> "list[Named] | None":
         if callable(at):
             raise ValueError(
                 "split_stages: `at` and `whole` can be functions only where the first argument is "
-                "an Equinox model; name jax.named_scope scopes instead."
+                "an Equinox model; give paths in it, such as blocks.2, or names of scopes."
             )
         return None
     found: list[Named] = []

@@ -97,7 +97,7 @@ def check(schedule, mesh, split, **how):
             assert_same(got, wanted)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_processes_of_several_ranks_compute_what_one_of_all_ranks_does(split, schedule):

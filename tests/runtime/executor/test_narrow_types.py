@@ -10,7 +10,7 @@ import jaxpp
 from tests.helpers import assert_close, assert_same, mesh_of
 from tests.runtime import narrow
 
-pytestmark = pytest.mark.cases(len(narrow.DTYPES))
+pytestmark = pytest.mark.cases(3)
 SCHEDULES = [jaxpp.schedules.OneFOneB(), jaxpp.schedules.ZeroBubbleH1()]
 types = pytest.mark.parametrize("dtype", narrow.DTYPES)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from tests.helpers import assert_close, assert_same
 
-pytestmark = pytest.mark.cases(8)
+pytestmark = pytest.mark.cases(3)
 REPLICAS, MICROBATCHES = 4, 2
 EXAMPLES = 2 * REPLICAS * MICROBATCHES
 
@@ -100,6 +100,7 @@ def test_the_maximum_of_what_replicas_carry_keeps_nan(devices):
 # ---- a loss over the whole batch -----------------------------------------------------------------
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("reduce", ["max", "mean", "sum", "concat", "last", "stack", Difference()])
 @pytest.mark.parametrize("devices", [2, 1, 4])
 def test_a_loss_over_the_batch_of_all_devices_is_differentiated(reduce, devices):

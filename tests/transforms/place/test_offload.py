@@ -19,7 +19,7 @@ from jaxpp.runtime.trace._recorder import Records
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
 from tests.helpers import assert_close, assert_same, mesh_of
 from tests.scripts import load_script
-from tests.transforms.tasks.test_recompute import OPTIMIZER, PARAMS, data, trained
+from tests.transforms.tasks.test_recompute import OPTIMIZER, PARAMS, data, placed, trained
 
 ARGUMENTS = PARAMS, OPTIMIZER.init(PARAMS), data(0)
 CASES = [("1f1b", 4), ("interleaved_1f1b", 2), ("zb_h1", 4), ("dualpipe", 4), ("zb_v", 2)]
@@ -64,11 +64,11 @@ def test_some_of_the_microbatches_may_be_offloaded(optimized):
     assert not any(moment.bytes.get("host") for moment in found.memory[3])
 
 
-def test_a_copy_begins_when_what_the_device_computes_has_ended(optimized):
+def test_a_copy_begins_when_what_the_device_computes_has_ended():
     """Else a GPU, which takes memory at dispatch, holds the activations of all tasks ahead."""
-    step, _ = trained(Offload("1f1b"), mesh_of(4))
+    programs = placed(Offload("1f1b"), mesh_of(4)).lower(*ARGUMENTS).programs
     waited = 0
-    for program in step.programs:
+    for program in programs:
         computed: tuple[int, ...] = ()
         for instruction in program.instructions:
             if isinstance(instruction, Run):
@@ -79,7 +79,7 @@ def test_a_copy_begins_when_what_the_device_computes_has_ended(optimized):
                 computed, waited = (), waited + 1
     assert waited
     # No rank waits in a piece that has a run before: the others get theirs first.
-    for _, piece in interleave(step.programs):
+    for _, piece in interleave(programs):
         kinds = [type(i) for i in piece]
         assert Wait not in kinds[kinds.index(Run) :] if Run in kinds else True
 

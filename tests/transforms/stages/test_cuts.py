@@ -737,6 +737,18 @@ def test_cuts_at_parts_of_a_dictionary(at, assert_same):
     assert_same(split, of_tree, TREE, X)
 
 
+@pytest.mark.parametrize("key", [int, str])
+def test_a_number_may_be_the_key_of_a_dictionary(key):
+    def of_keys(tree, x):
+        for n in range(len(WS)):
+            x = jnp.tanh(x @ tree["blocks"][key(n)]["w"])
+        return jnp.sum(x)
+
+    split = jaxpp.split_stages(of_keys, at=["blocks.2"])
+    tree = {"blocks": {key(n): {"w": w} for n, w in enumerate(WS)}}
+    assert layers_of(split, tree) == ["blocks.0-1", "blocks.2-3"]
+
+
 def test_a_cut_at_a_layer_of_a_stack_in_a_dictionary():
     def of_stack(tree, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, tree["blocks"]["w"])[0].sum()

@@ -43,7 +43,7 @@ def loss_fn(params, x):
     return jnp.mean((x + first @ params[0]["in"] @ params[0]["out"]) ** 2), x.sum((1, 2))
 
 
-def trained(schedule, mesh, policy=None):
+def placed(schedule, mesh, policy=None):
     staged = jaxpp.wrap_forward(loss_fn, policy=policy)
     grad = jax.value_and_grad(staged, has_aux=True)
     grad_fn = jaxpp.schedule(
@@ -55,13 +55,17 @@ def trained(schedule, mesh, policy=None):
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, grads
 
-    placed = jaxpp.place(step, mesh)
+    return jaxpp.place(step, mesh)
+
+
+def trained(schedule, mesh, policy=None):
+    step = placed(schedule, mesh, policy)
     params, opt_state = PARAMS, OPTIMIZER.init(PARAMS)
     losses = []
     for i in range(2):
-        params, opt_state, *rest = placed(params, opt_state, data(i))
+        params, opt_state, *rest = step(params, opt_state, data(i))
         losses.append(rest)
-    return placed, jax.device_get((params, opt_state, losses))
+    return step, jax.device_get((params, opt_state, losses))
 
 
 def some(table, seed):
