@@ -235,12 +235,11 @@ class Problem(Ranks):
                 offloads = limited and bool(self.profiles[count].copy)
                 ordered = synthesized(
                     self.settings[count].one_step, best.choice, whole=True, recompute=limited,
-                    offload=offloads, gather=self.zero == 3, reduce=self.zero > 0,
-                    evaluations=EVALUATIONS, time_limit=SECONDS,
+                    offload=offloads, evaluations=EVALUATIONS, time_limit=SECONDS,
                 )  # fmt: skip
                 if ordered is None:
                     return []
-                choice = dataclasses.replace(best.choice, **vars(ordered.windows))
+                choice = ordered.windows.put_into(best.choice)
                 own = self.timed(SYNTHESIZED, count, choice, ordered.table)
                 return [own] if _rank_of(own) < _rank_of(best) else []
         return []

@@ -332,18 +332,6 @@ class Setting(Ranks):
                         held[ranks[source]] += 2 * edges[source]
         return held
 
-    def windowed(self, choice: Choice) -> list[float]:
-        """Returns the most that the windows of a choice may add to what each rank holds."""
-        own: list[list[float]] = [[] for _ in range(self.ranks)]
-        whole = self.of_stages("parameter_bytes", choice)
-        for ranks in choice.placement:
-            for stage, rank in enumerate(ranks):
-                own[rank].append(whole[stage])
-        others = choice.reduces * (self.replicas - 1) / self.replicas
-        held = 0 if choice.held is None else max(choice.held, 1)
-        gathered = (sum(sorted(each, reverse=True)[:held]) for each in own)
-        return [a + others * sum(b) for a, b in zip(gathered, own, strict=True)]
-
     def copies(self, reduces: bool) -> float:
         """Returns what a rank holds all the time for each byte of parameters.
 
