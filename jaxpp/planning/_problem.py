@@ -239,7 +239,7 @@ class Problem(Ranks):
                 )  # fmt: skip
                 if ordered is None:
                     return []
-                choice = ordered.windows.put_into(best.choice)
+                choice = dataclasses.replace(best.choice, **vars(ordered.windows))
                 own = self.timed(SYNTHESIZED, count, choice, ordered.table)
                 return [own] if _rank_of(own) < _rank_of(best) else []
         return []

@@ -1,14 +1,12 @@
 """`Windows`: how long ranks hold gathered parameters, and whole sums of gradients, as a choice."""
 
 import dataclasses
-from typing import Self, TypeVar
+from typing import Self
 
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._gather import Gather, Reduce
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table
-
-_Own = TypeVar("_Own", bound="Windows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +43,6 @@ class Windows:
         if reduce and len(table.directions) == 1:
             reduces = (True,) if Kind.S in table.kinds else (False, True)
         return [dataclasses.replace(self, held=n, reduces=own) for n in held for own in reduces]
-
-    def put_into(self, other: _Own) -> _Own:
-        """Returns another record of windows with these."""
-        return dataclasses.replace(other, held=self.held, reduces=self.reduces)
 
     def added_to(self, table: Table) -> Table:
         """Returns the table with these windows."""

@@ -108,7 +108,7 @@ class LayersPlan(_files.Saved):
         """
         found = synthesized(self.setting, self.choice, **{"exact": work, **options})
         assert found is not None, "it fits"
-        choice = found.windows.put_into(self.choice)
+        choice = dataclasses.replace(self.choice, **vars(found.windows))
         best = min(self, _with_windows(self.setting, choice, found.table), key=attrgetter("time"))
         bound = min(max(found.lower_bound, self.order_bound, self.lower_bound), best.time)
         made = dict(choice=best.choice, table=best.table, time=best.time, order_bound=bound)

@@ -214,7 +214,8 @@ def _finished(setting: Setting, choice: Choice) -> Found:
         if judge(setting, choice, rule=rule) < math.inf
     ]
     if ordered := synthesized(setting, choice, evaluations=EVALUATIONS):
-        found.append(timed(setting, ordered.windows.put_into(choice), ordered.table))
+        choice = dataclasses.replace(choice, **vars(ordered.windows))
+        found.append(timed(setting, choice, ordered.table))
     return min(found, key=attrgetter("time"))
 
 
