@@ -242,8 +242,7 @@ class Problem(Ranks):
                 offloads = limited and bool(self.profiles[count].copy)
                 ordered = synthesized(
                     self.settings[count].one_step, best.choice, whole=True, recompute=limited,
-                    offload=offloads, gather=self.zero == 3, reduce=self.zero > 0,
-                    evaluations=EVALUATIONS, time_limit=SECONDS,
+                    offload=offloads, evaluations=EVALUATIONS, time_limit=SECONDS,
                 )  # fmt: skip
                 if ordered is None:
                     return []

@@ -352,13 +352,6 @@ def _check_windows(table: Table, rows: _Rows) -> None:
                 f"comes {where} of its stage; drop it, or move it {way}."
                 + excerpt(table, {rank: [place]})
             )
-        kinds = {t.kind for t in table.ranks[rank][:place] if t.stage == task.stage}
-        if task.kind.makes and task.kind.makes not in kinds:
-            raise ScheduleError(
-                f"{task.describe()} of rank {rank} ({task.kind.title}) makes again what a "
-                f"{task.kind.makes} of its stage makes, but none comes before it; add one, or put "
-                f"it in its place." + excerpt(table, {rank: [place]})
-            )
         if task.kind.takes:
             if (other := left.setdefault((rank, task.stage), task)).kind is not task.kind:
                 raise ScheduleError(

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpp.schedules._kinds import Kind
 
@@ -354,33 +355,34 @@ class Table:
                             found[maker].append(task)
         return {task: tuple(readers) for task, readers in found.items()}
 
-    @functools.cached_property
-    def chained(self) -> frozenset[Task]:
-        """Every computing task without a message between it and the one before it on its rank.
+    def fused(self, which: str) -> frozenset[Task]:
+        """Returns the tasks that `jaxpp.place(fuse=)` joins with the one before them on their rank.
 
-        `jaxpp.place(fuse="chains")` makes one computation of such tasks, where they have no effect.
+        Args:
+          which: `"none"`, `"pairs"`, those that overlap, or `"chains"`, also those that have no
+            message between them.
 
         >>> from jaxpp.schedules import OneFOneB
-        >>> print(*sorted(map(str, OneFOneB().table(num_stages=2, num_microbatches=2).chained)))
+        >>> print(*sorted(map(str, OneFOneB().table(2, 2).fused("chains"))))
         B1.0 B1.1
         """
         reads = self.stage_inputs or chain(self.num_stages)
         read_by = [[s for s, own in enumerate(reads) if n in own] for n in range(len(reads))]
 
-        def is_remote(task: Task, stages: Sequence[int]) -> bool:
+        def is_remote(task: Task, forward: Any, backward: Any) -> bool:
+            stages = {Kind.F: forward, Kind.B: backward, Kind.I: backward}.get(task.kind)
             ranks = self.directions[self.direction_of[task.microbatch]]
-            return any(ranks[stage] != ranks[task.stage] for stage in stages)
+            there = stages[task.stage] if stages else ()
+            return any(ranks[stage] != ranks[task.stage] for stage in there)
 
-        found = set()
-        for before, task in (pair for order in self.ranks for pair in itertools.pairwise(order)):
-            sent = {Kind.F: read_by, Kind.B: reads, Kind.I: reads}.get(before.kind)
-            needed = {Kind.F: reads, Kind.B: read_by, Kind.I: read_by}.get(task.kind)
-            apart = (sent and is_remote(before, sent[before.stage])) or (
-                needed and is_remote(task, needed[task.stage])
-            )
-            if not apart and before.kind.lane == task.kind.lane == "compute":
-                found.add(task)
-        return frozenset(found)
+        pairs = itertools.chain(*map(itertools.pairwise, self.ranks if which != "none" else ()))
+        return frozenset(
+            task
+            for before, task in pairs
+            if before in self.overlaps
+            or (which == "chains" and before.kind.lane == task.kind.lane == "compute"
+                and not is_remote(before, read_by, reads) and not is_remote(task, reads, read_by))
+        )  # fmt: skip
 
     @functools.cached_property
     def lanes(self) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def test_chains_of_a_table_are_those_that_place_makes(name):
     step = placed(plan, "chains")
     assert_same(step(WEIGHTS, X), placed(plan, "none")(WEIGHTS, X))
     table = plan.order.table_for_ranks(RANKS, MICROBATCHES)
-    assert 0 < joined(step) == len(table.chained)
+    assert 0 < joined(step) == len(table.fused("chains"))
 
 
 def test_the_plan_takes_what_gains_most_and_says_so():

@@ -108,9 +108,8 @@ class LayersPlan(_files.JsonFile):
         """
         found = synthesized(self.setting, self.choice, **{"exact": work, **options})
         assert found is not None, "it fits"
-        best = min(
-            self, _with_windows(self.setting, self.choice, found.table), key=attrgetter("time")
-        )
+        choice = dataclasses.replace(self.choice, **vars(found.windows))
+        best = min(self, _with_windows(self.setting, choice, found.table), key=attrgetter("time"))
         bound = min(max(found.lower_bound, self.order_bound, self.lower_bound), best.time)
         made = dict(choice=best.choice, table=best.table, time=best.time, order_bound=bound)
         return dataclasses.replace(self, **made)

@@ -208,14 +208,15 @@ def _quick(setting: Setting, choice: Choice) -> tuple[float, float]:
 
 def _finished(setting: Setting, choice: Choice) -> TimedChoice:
     """Orders the tasks of a choice as well as it can: by all rules, and by `synthesize`."""
-    tables = [
-        table_of(setting, choice, rule)
+    found = [
+        timed(setting, choice, table_of(setting, choice, rule))
         for rule in RULES
         if judge(setting, choice, rule=rule) < math.inf
     ]
     if ordered := synthesized(setting, choice, evaluations=EVALUATIONS):
-        tables.append(ordered.table)
-    return min((timed(setting, choice, table) for table in tables), key=attrgetter("time"))
+        choice = dataclasses.replace(choice, **vars(ordered.windows))
+        found.append(timed(setting, choice, ordered.table))
+    return min(found, key=attrgetter("time"))
 
 
 def synthesized(
@@ -227,11 +228,10 @@ def synthesized(
         setting: the layers and the machine.
         choice: the cut and the placement.
         whole: whether backwards may be whole, too, where the choice has halves.
-        **options: as for `synthesize`. Where it chooses windows, those of the choice do not count.
+        **options: as for `synthesize`, which chooses the windows: those of the choice do not count.
     """
-    gathers, reduces = options.get("gather"), options.get("reduce")
-    if gathers or reduces:
-        choice = dataclasses.replace(choice, held=0 if gathers else None, reduces=bool(reduces))
+    split, reduced = setting.zero == 3, setting.zero > 0
+    choice = dataclasses.replace(choice, held=0 if split else None, reduces=reduced)
     placement, speeds = choice.placement, setting.speeds
 
     def on_its_rank(values: Sequence[float]) -> Callable[[Task], float]:
@@ -248,13 +248,11 @@ def synthesized(
         backward=of_whole if whole and setting.layers.backward else None,
     )  # fmt: skip
     limits = [setting.memory_limit - own for own in setting.resident(choice)]
-    if not (gathers or reduces):
-        limits = [a - b for a, b in zip(limits, setting.windowed(choice), strict=True)]
     try:
         return synthesize(
             costs, placement, setting.microbatches, memory=setting.memory(choice),
             memory_limit=limits, split_backward=choice.halves,
-            stage_inputs=setting.graph(choice), **options,
+            stage_inputs=setting.graph(choice), gather=split, reduce=reduced, **options,
         )  # fmt: skip
     except ValueError:  # not even one microbatch fits
         return None

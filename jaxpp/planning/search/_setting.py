@@ -332,18 +332,6 @@ class Setting(Ranks):
                         held[ranks[source]] += 2 * edges[source]
         return held
 
-    def windowed(self, choice: Choice) -> list[float]:
-        """Returns the most that the windows of a choice may add to what each rank holds."""
-        own: list[list[float]] = [[] for _ in range(self.ranks)]
-        whole = self.of_stages("parameter_bytes", choice)
-        for ranks in choice.placement:
-            for stage, rank in enumerate(ranks):
-                own[rank].append(whole[stage])
-        others = choice.reduces * (self.replicas - 1) / self.replicas
-        held = 0 if choice.held is None else max(choice.held, 1)
-        gathered = (sum(sorted(each, reverse=True)[:held]) for each in own)
-        return [a + others * sum(b) for a, b in zip(gathered, own, strict=True)]
-
     def copies(self, reduces: bool) -> float:
         """Returns what a rank holds all the time for each byte of parameters.
 
@@ -452,21 +440,12 @@ class Setting(Ranks):
         )
         table = dataclasses.replace(table, stage_inputs=self.graph(choice))
         table = joined(table, self.steps) if self.steps > 1 else table
-        costs, together = self._fused(table, choice), "none" if choice.fuse == "none" else "atomic"
-        memory = self.memory(choice)
-        return simulate(table, costs, memory=memory, machine=machine, overlap=together)
+        costs, memory = self.costs(choice), self.memory(choice)
+        if fused := table.fused(choice.fuse):
 
-    def _fused(self, table: Table, choice: Choice) -> Costs:
-        """Returns the costs of the stages, less what tasks gain that are not dispatched alone."""
-        costs = self.costs(choice)
-        chained = table.chained if choice.fuse == "chains" else ()
+            def of(task: Task, whole: Costs = costs) -> float:
+                return max(0.0, whole.of(task) - self.fusing * (task in fused))
 
-        def of(task: Task) -> float:
-            return max(0.0, costs.of(task) - self.fusing * (task in chained))
-
-        def together(first: Task, second: Task) -> float:
-            return max(0.0, of(first) + of(second) - self.fusing * (second not in chained))
-
-        computing = {kind.field: of for kind in map(Kind, "FBIWR")}
-        both = dataclasses.replace(costs, overlapped=together, **computing)  # pyright: ignore
-        return costs if choice.fuse == "none" else both
+            costs = dataclasses.replace(costs, **{kind.field: of for kind in map(Kind, "FBIWR")})  # pyright: ignore
+        overlap = "none" if choice.fuse == "none" else "atomic"
+        return simulate(table, costs, memory=memory, machine=machine, overlap=overlap)

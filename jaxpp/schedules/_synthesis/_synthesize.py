@@ -243,7 +243,10 @@ class Case:
                 least = min(least, own.value)
                 results.append(own)
         if not results:
-            raise ValueError(self._why_none(alone))
+            made = (self._simulated("", windows.added_to(table), windows)
+                    for _, table in alone for windows in self._windows(table))  # fmt: skip
+            what = ", with gathered parameters and sums of gradients,"
+            _check_feasible((own.timeline.peak_memory for own in made), self.limits, what)
         best = min(results, key=lambda own: own.value)
         check(best.table)
         # The bound adds the same times in another order: it may be too high by a rounding error.
@@ -292,7 +295,7 @@ class Case:
     ) -> tuple[list[tuple[str, Table]], float]:
         """Returns the best table with each form of a backward, and a bound on all."""
         problems = self._problems
-        _check_feasible(problems, self.limits)
+        _check_feasible([p.peaks(one_at_a_time(p)) for p in problems], self.limits)
         bound = lower_bound(problems[0])
         if self._has_both:
             least = dataclasses.replace(self, costs=_least(self.costs), memory=_least(self.memory))
@@ -393,21 +396,6 @@ class Case:
         together = max(sum(a) + sum(b) for a, b in zip(gathers, sums, strict=True))
         return max(bound + first + min(map(min, sums)), together)
 
-    def _why_none(self, tables: Sequence[tuple[str, Table]]) -> str:
-        """Says why nothing fits: what a microbatch alone needs with what is gathered and summed."""
-        each = (
-            self._simulated(name, windows.added_to(table), windows).timeline.peak_memory
-            for name, table in tables
-            for windows in self._windows(table)
-        )
-        over = ([own - limit for own, limit in zip(p, self.limits, strict=True)] for p in each)
-        most, rank = min(max((own, rank) for rank, own in enumerate(peaks)) for peaks in over)
-        return (
-            f"rank {rank} may hold {self.limits[rank]:g}, but a microbatch alone makes it hold "
-            f"{self.limits[rank] + most:g}, with gathered parameters and sums of gradients: no "
-            f"table was found that fits; raise memory_limit by {most:g}, or give the rank less."
-        )
-
 
 def _directions(
     placement: Sequence[int] | Sequence[Sequence[int]],
@@ -480,16 +468,19 @@ def _check_arguments(num_microbatches: int, directions: int, objective: str) -> 
         raise ValueError(f"objective is 'wall' or 'span', got {objective!r}.")
 
 
-def _check_feasible(problems: Sequence[OrderProblem], limits: Sequence[float]) -> None:
-    """Checks that one microbatch alone fits; then all fit, one after the other."""
-    needed = [problem.peaks(one_at_a_time(problem)) for problem in problems]
-    for rank, limit in enumerate(limits):
-        least = min(peaks[rank] for peaks in needed)
-        if least > limit + 1e-9 * abs(limit):
-            raise ValueError(
-                f"rank {rank} may hold {limit:g}, but a microbatch alone makes it hold {least:g}: "
-                f"no table fits; raise memory_limit to {least:g} or more, or give the rank less."
-            )
+def _check_feasible(
+    each: Iterable[Sequence[float]], limits: Sequence[float], what: str = ""
+) -> None:
+    """Checks that one microbatch alone fits, in some way; then all fit, one after the other."""
+    over = ([own - limit for own, limit in zip(peaks, limits, strict=True)] for peaks in each)
+    most, rank = min(max((own, -rank) for rank, own in enumerate(peaks)) for peaks in over)
+    limit = limits[-rank]
+    if most > 1e-9 * abs(limit):
+        raise ValueError(
+            f"rank {-rank} may hold {limit:g}, but a microbatch alone{what} makes it hold "
+            f"{limit + most:g}: no table fits; raise memory_limit to {limit + most:g} or more, or "
+            f"give the rank less."
+        )
 
 
 def _fits(peaks: Sequence[float], limits: Sequence[float]) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, overload
 
 import jax
@@ -128,7 +128,7 @@ def _edited(
                 f"{who} gave another loop than the one that it got, such as that of an earlier "
                 f"call; edit the loop that the rule is given."
             )
-        _check(loop)
+        _check(loop, given.table.tasks)
         if loop._results and not has_aux:
             names = ", ".join(repr(result.name) for result in loop._results)
             raise ValueError(f"{who} adds results, {names}, which has_aux=True returns.")
@@ -150,8 +150,8 @@ def _edited(
     return _compat.make_closed_jaxpr(invars, outvars, eqns), list(consts.values()), trees
 
 
-def _check(edited: Loop) -> None:
-    """Checks an edited loop as `schedule` checks its own."""
+def _check(edited: Loop, before: Collection[Task]) -> None:
+    """Checks an edited loop as `schedule` checks its own, and that its new tasks do something."""
     who, table = edited._who, edited.table
     each = (Task(*key, i) for key in edited.tasks for i in range(table.num_microbatches))
     lacking = next((t for t in each if t not in table.tasks and not t.kind.of_stage), None)
@@ -160,6 +160,13 @@ def _check(edited: Loop) -> None:
             f"{who} leaves {lacking.describe()} out of the table; each task runs for every "
             f"microbatch."
         )
+    work = {t: t.kind.makes or t.kind for t in table.tasks if t.kind.of_stage and not t.kind.takes}
+    for task in sorted(work.keys() - before, key=str):
+        if (work[task], task.stage) not in edited.tasks:
+            raise schedules.ScheduleError(
+                f"{who} puts {task.describe()} into the table, and no {work[task]}{task.stage} of "
+                f"the loop says what it makes; add that by Loop.insert."
+            )
     for task in edited._loop.tasks:
         if task.params["key"].kind.of_stage:
             _check_of_stage(edited, task)

@@ -589,7 +589,7 @@ def adds_a_result(loop):
         (before_no_task, "inserts K0 before I0, which the table does not have"),
         (before_a_number, "inserts K0 before 5, which the table does not have"),
         (ordered_by_none, "orders tasks by None; give Loop.order a function that takes the tasks"),
-        (gathers_again, r"H.stage 0.* makes again what a G of its stage makes, but none comes bef"),
+        (gathers_again, r"puts H.stage 0, microbatch 0. into the table, and no G0 .* Loop.insert"),
         (
             gathers_in_a_circle,
             "makes a circle.* E0 and G0 make values of constants .* without Gather",
