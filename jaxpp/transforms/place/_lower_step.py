@@ -258,10 +258,10 @@ def _resolve_mesh(
             f"of a step, jaxpp.gather(results) brings them to one device first."
         )
     stages = len({stage for program in programs for stage in program.stages})
-    each, rest = divmod(stages, mesh.num_ranks)
+    per_rank, rest = divmod(stages, mesh.num_ranks)
     tables = [e.params["table"] for e in eqns if is_loop(e)]
     forward = all(t.forward_only for t in tables) and not any(map(is_backward_call, eqns))
-    several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({each})"
+    several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({per_rank})"
     lines = [line for _, line in sorted(begins.items()) if line]
     given_is = f"the schedule runs on {count} ranks"
     if not tables:
@@ -275,7 +275,7 @@ def _resolve_mesh(
         f"place: {given_is}, but the mesh has {mesh.num_ranks}; make them equal, by the "
         f"number of cuts (num_stages=, the names in at=, the marks) or by the mesh (one whose "
         f"devices list repeats a device lets ranks share it)"
-        + (f", or give a rank {each} stages: {several}." if each > 1 and not rest else ".")
+        + (f", or give a rank {per_rank} stages: {several}." if per_rank > 1 and not rest else ".")
     )
 
 
@@ -286,7 +286,7 @@ def _first_lines(eqns: Sequence[Eqn]) -> dict[int, str]:
         bodies: list[tuple[int, Any]] = []
         if is_loop(eqn):
             tasks = [task.params for task in ScheduledLoop.of(eqn).tasks]
-            bodies = [(own["key"].stage, own["jaxpr"]) for own in tasks]
+            bodies = [(params["key"].stage, params["jaxpr"]) for params in tasks]
         elif call := stage_of_call(eqn):
             bodies = [(call[0], jaxprs.called_jaxpr(eqn))]
         for stage, body in bodies:

@@ -11,7 +11,7 @@ def gather(loop: Loop) -> Loop:
         if read:
             loop, gathered = loop.insert(Kind.G, stage, lambda *whole: whole, read)
             for key in dict.fromkeys(k for v in read for k in v.readers if k.stage == stage):
-                pairs = [own for own in zip(read, gathered, strict=True) if key in own[0].readers]
+                pairs = [p for p in zip(read, gathered, strict=True) if key in p[0].readers]
                 old, new = zip(*pairs, strict=True)
                 loop = loop.read(key, new, of=old)
     return loop

@@ -211,19 +211,19 @@ def _scheduled(
     if any(map(is_microbatch_loop, live.eqns)):
         flat = live
     trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
-    made: set[Var] = set()
+    combined: set[Var] = set()
     numbers = itertools.count()
 
     def rule(eqn: Eqn) -> jaxprs.Replacement | None:
         if not is_microbatch_loop(eqn):  # what combined rows of replicas is made already
-            return None if made.isdisjoint(eqn.outvars) else ([], eqn.outvars)
-        own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
+            return None if combined.isdisjoint(eqn.outvars) else ([], eqn.outvars)
+        loop_schedule = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
         noted = functools.partial(note, next(numbers))
-        scheduled = functools.partial(_loop_equations, schedule=own, note=noted)
+        scheduled = functools.partial(_loop_equations, schedule=loop_schedule, note=noted)
         if not _replicas.is_replicas(eqn):
             return scheduled(eqn), eqn.outvars
         rows = _replicas.of_rows(eqn, flat.eqns, scheduled)
-        made.update(jaxprs.results_of(rows))
+        combined.update(jaxprs.results_of(rows))
         return rows, eqn.outvars
 
     return jaxprs.rewrite(flat, rule)
