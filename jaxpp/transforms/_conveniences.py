@@ -91,8 +91,8 @@ def _gradients_summed(trace: Callable[[], jaxprs.Traced]) -> Any:
     flat = jaxprs.inline(traced.jaxpr, lambda eqn: not is_stage_call(eqn))
     if not any(jaxprs.contains(eqn, is_stage_call) for eqn in flat.eqns):
         return "last"  # `schedule` says that there are no stages
-    made = [v for eqn in flat.eqns if is_backward_call(eqn) for v in eqn.outvars]
-    reached = jaxprs.descendants(flat.eqns, made)
+    cotangents = [v for eqn in flat.eqns if is_backward_call(eqn) for v in eqn.outvars]
+    reached = jaxprs.descendants(flat.eqns, cotangents)
     gradient, value = object(), object()
     results = traced.rebuild(
         gradient if not jaxprs.is_literal(v) and v in reached else value for v in flat.jaxpr.outvars
@@ -106,7 +106,7 @@ def _gradients_summed(trace: Callable[[], jaxprs.Traced]) -> Any:
             f"them. Say it: reduce=('stack', 'sum') for (values, gradients), ('sum', 'stack') for "
             f"(gradients, values)."
         )
-    return tuple("sum" if own else "stack" for own in summed)
+    return tuple("sum" if is_sum else "stack" for is_sum in summed)
 
 
 def _size(batch: Any, axis: int) -> int:

@@ -192,8 +192,8 @@ MUTATIONS = (
     Mutation(
         "sums and stacks change places",
         "jaxpp/transforms/_conveniences.py",
-        'return tuple("sum" if own else "stack" for own in summed)',
-        'return tuple("mean" if own else "stack" for own in summed)',
+        'return tuple("sum" if is_sum else "stack" for is_sum in summed)',
+        'return tuple("mean" if is_sum else "stack" for is_sum in summed)',
         tests=("conveniences",),
         unseen="the function is what `accumulate_grads` asks of `microbatch`",
     ),
@@ -202,8 +202,8 @@ MUTATIONS = (
         "jaxpp/jaxprs/_constants.py",
         "    return np.array(jax.device_get(value), aval.dtype)\n",
         (
-            "    return np.array(jnp.asarray(value, jnp.bfloat16) if aval.dtype == "
-            "jnp.float32 else jax.device_get(value), aval.dtype)\n"
+            "    return np.array(jax.numpy.asarray(value, 'bfloat16') if aval.dtype == "
+            "np.float32 else jax.device_get(value), aval.dtype)\n"
         ),
         refuted_on="closed over",
         like="parameters closed over are rounded",

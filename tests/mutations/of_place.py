@@ -142,8 +142,8 @@ MUTATIONS = (
     Mutation(
         "a guarded equation runs where its conditional is not taken",
         "jaxpp/transforms/place/_conditionals.py",
-        "[v == k for v, k in zip(own, numbers, strict=True)]",
-        "[v == v for v, k in zip(own, numbers, strict=True)]",
+        "[v == k for v, k in zip(reads, numbers, strict=True)]",
+        "[v == v for v, k in zip(reads, numbers, strict=True)]",
         tests=("conditionals",),
         refuted_on="random 36",
     ),
@@ -187,7 +187,7 @@ MUTATIONS = (
     Mutation(
         "a backward reads what the forward has kept though it is computed again",
         "jaxpp/transforms/place/_build_loop.py",
-        "own.get(v) or self.sent.get((mb, v))",
+        "local.get(v) or self.sent.get((mb, v))",
         "self.sent.get((mb, v))",
         tests=("recompute::what_is_computed_again_is_dropped",),
         kept="the same values in more memory",
@@ -195,9 +195,9 @@ MUTATIONS = (
     Mutation(
         "other stages read what a stage computes again",
         "jaxpp/transforms/place/_build_loop.py",
-        "own.get(v) or self.sent.get((mb, v))",
+        "local.get(v) or self.sent.get((mb, v))",
         (
-            "next((x[v] for (m, _), x in self.own.items() if m == mb and v in x), None) or "
+            "next((x[v] for (m, _), x in self.local.items() if m == mb and v in x), None) or "
             "self.sent.get((mb, v))"
         ),
         tests=("recompute::gradients_are_the_same_bits",),
@@ -341,8 +341,8 @@ MUTATIONS = (
     Mutation(
         "a task reads what the microbatch before has made",
         "jaxpp/transforms/place/_build_loop.py",
-        "own.get(v) or self.sent.get((mb, v))",
-        "own.get(v) or self.sent.get((max(mb - 1, 0), v))",
+        "local.get(v) or self.sent.get((mb, v))",
+        "local.get(v) or self.sent.get((max(mb - 1, 0), v))",
         refuted_on="layers, ZB-H1",
         like="an activation of another microbatch",
     ),
@@ -394,8 +394,8 @@ MUTATIONS = (
     Mutation(
         "a stage waits for the copy of the microbatch before",
         "jaxpp/transforms/place/_build_loop.py",
-        "own |= zip(moved, outputs, strict=True)",
-        "self.own.setdefault((max(mb - 1, 0), stage), {}).update(zip(moved, outputs, strict=True))",
+        "local |= zip(moved, outputs, strict=True)",
+        "self.local.setdefault((max(mb - 1, 0), stage), {}).update(zip(moved, outputs))",
         refuted_on="layers, offloaded",
     ),
 )

@@ -151,8 +151,8 @@ MUTATIONS = (
     Mutation(
         "equal computations of other operands are one",
         "jaxpp/transforms/tasks/_hoisting.py",
-        "jaxprs.structure(one.jaxpr, differentiable=True), one.inputs",
-        "jaxprs.structure(one.jaxpr, differentiable=True)",
+        "jaxprs.structure(single.jaxpr, differentiable=True), single.inputs",
+        "jaxprs.structure(single.jaxpr, differentiable=True)",
         tests=(
             "schedule::what_is_computed_before_a_loop_stays_before_it",
             "mixed_precision",
@@ -182,8 +182,8 @@ MUTATIONS = (
     Mutation(
         "a reversed loop in two directions runs forwards",
         "jaxpp/transforms/tasks/_as_scan.py",
-        "[length - 1 - i for i in own] if reverse else own",
-        "own",
+        "[length - 1 - i for i in numbers] if reverse else numbers",
+        "numbers",
         tests=("directions::a_loop_backwards_takes_its_slices_in_the_same_directions",),
         kept="a placed step does not run the loop of one device",
     ),
@@ -200,8 +200,8 @@ MUTATIONS = (
     Mutation(
         "what a forward reads from a carry is computed again",
         "jaxpp/transforms/tasks/_loop.py",
-        "again = made not in results and (jaxprs.is_literal(v) or v not in stale)",
-        "again = made not in results",
+        "again = result not in results and (jaxprs.is_literal(v) or v not in stale)",
+        "again = result not in results",
         tests=("recompute::what_a_stage_carries_is_handed_on_once",),
         refuted_on="carried, recomputed",
     ),
@@ -237,8 +237,8 @@ MUTATIONS = (
     Mutation(
         "rows are those of the other direction",
         "jaxpp/transforms/tasks/_write.py",
-        "own = np.array(taken * loop.replicas) == direction",
-        "own = np.array(taken * loop.replicas) != direction",
+        "is_here = np.array(taken * loop.replicas) == direction",
+        "is_here = np.array(taken * loop.replicas) != direction",
         refuted_on="both directions",
     ),
     Mutation(
@@ -364,15 +364,15 @@ MUTATIONS = (
     Mutation(
         "shares in float16 are added up in a wider type",
         "jaxpp/transforms/tasks/_accumulators.py",
-        "return is_wide and own.nexp == other.nexp and own.nmant >= other.nmant",
-        "return is_wide and own.nmant >= other.nmant",
+        "return is_wide and wider.nexp == other.nexp and wider.nmant >= other.nmant",
+        "return is_wide and wider.nmant >= other.nmant",
         refuted_on="tied, float16",
         like="an overflow of a scaled loss is not seen",
     ),
     Mutation(
         "shares are added up in a narrower type",
         "jaxpp/transforms/tasks/_accumulators.py",
-        "return is_wide and own.nexp == other.nexp and own.nmant >= other.nmant",
+        "return is_wide and wider.nexp == other.nexp and wider.nmant >= other.nmant",
         "return True",
         refuted_on="tied, float16",
     ),

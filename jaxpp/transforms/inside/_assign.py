@@ -45,15 +45,15 @@ def specs_of_leaves(
 
     def add(path: Any, given: Any, subtree: Any) -> None:
         leaves = [(tuple([*path, *below]), x) for below, x in jtu.tree_leaves_with_path(subtree)]
-        arrays = [(own_path, x) for own_path, x in leaves if hasattr(x, "shape")]
+        arrays = [(leaf_path, x) for leaf_path, x in leaves if hasattr(x, "shape")]
         if _is_rules(given):
             _check_rules(given, arrays, f"{what} for {jtu.keystr(path)}")
-        for own_path, leaf in leaves:
-            wanted = _by_rules(given, own_path) if _is_rules(given) else given
+        for leaf_path, leaf in leaves:
+            wanted = _by_rules(given, leaf_path) if _is_rules(given) else given
             if wanted is None or not hasattr(leaf, "shape"):
                 found.append(None)
                 continue
-            name = f"{what} for {jtu.keystr(own_path)}, {_kind(leaf)}"
+            name = f"{what} for {jtu.keystr(leaf_path)}, {_kind(leaf)}"
             found.append(_checked(wanted, leaf, sizes, name))
 
     try:
@@ -205,10 +205,10 @@ def split_state(step: Step) -> Step:
         return step
     sizes = step.inside.sizes
     arguments = []
-    for own in step.arguments:
-        axes = step.inside.zero.get(own.role)
-        spec = axes and scattered(own.spec, own.aval.shape, axes, sizes)
-        arguments.append(dataclasses.replace(own, spec=spec) if spec else own)
+    for argument in step.arguments:
+        axes = step.inside.zero.get(argument.role)
+        spec = axes and scattered(argument.spec, argument.aval.shape, axes, sizes)
+        arguments.append(dataclasses.replace(argument, spec=spec) if spec else argument)
     results = tuple(
         dataclasses.replace(r, spec=arguments[r.becomes].spec)
         if r.spec is None and r.becomes is not None
@@ -216,7 +216,7 @@ def split_state(step: Step) -> Step:
         for r in step.results
     )
     split = dataclasses.replace(step, arguments=tuple(arguments), results=results)
-    return _note_gathered(split, [own.spec for own in step.arguments])
+    return _note_gathered(split, [a.spec for a in step.arguments])
 
 
 def _note_gathered(step: Step, whole: Sequence[Spec]) -> Step:
@@ -233,7 +233,7 @@ def _note_gathered(step: Step, whole: Sequence[Spec]) -> Step:
         return step
     split, kept = (
         variable_specs(step.jaxpr, read, specs, step.inside.sizes)
-        for specs in ([own.spec for own in step.arguments], whole)
+        for specs in ([a.spec for a in step.arguments], whole)
     )
     facts = {
         v: dataclasses.replace(step.fact(v), whole=kept[v])

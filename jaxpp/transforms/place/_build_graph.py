@@ -31,11 +31,11 @@ def build(step: Step) -> TaskGraph:
 def _directions(eqns: Iterable[Eqn]) -> tuple[tuple[int, ...], ...]:
     """Finds for each direction the ranks of the stages; a loop may have only the first ones."""
     found = sorted({e.params["table"].directions for e in eqns if is_loop(e)}, key=len)
-    for own in found[:-1]:
-        if own != found[-1][: len(own)]:
+    for ranks in found[:-1]:
+        if ranks != found[-1][: len(ranks)]:
             raise ValueError(
                 f"place: the loops of one step put their stages on different ranks: "
-                f"{own} and {found[-1]}; give them schedules with the same number of stages "
+                f"{ranks} and {found[-1]}; give them schedules with the same number of stages "
                 f"and the same placement, such as ForwardOnly(like=...) for an evaluation."
             )
     if found:
@@ -52,7 +52,7 @@ class _StepGraph:
         self.step = step
         self.directions = _directions(step.jaxpr.eqns)
         #: The rank of each stage, in one direction after the other.
-        self.ranks_of = [rank for own in self.directions for rank in own]
+        self.ranks_of = [rank for ranks in self.directions for rank in ranks]
         inside = step.jaxpr.jaxpr
         #: For each result that becomes an argument of the next call, the variable of that argument.
         self.before = {inside.outvars[n]: inside.invars[i] for n, i in step.pairs.items()}
@@ -91,8 +91,8 @@ class _StepGraph:
     def loop(self, eqn: Eqn) -> None:
         """Adds the tasks of a loop."""
         ranks, number = self.ranks_of, next(self.loop_number)
-        own = (number, self.stages_before, ranks, self.values, self.bodies)
-        loop = LoopTasks(eqn, *own, self._reductions(eqn))
+        before, reductions = self.stages_before, self._reductions(eqn)
+        loop = LoopTasks(eqn, number, before, ranks, self.values, self.bodies, reductions)
         self.tasks = (
             _late(self.tasks, loop.tasks()) if loop.reductions else [*self.tasks, *loop.tasks()]
         )
@@ -153,18 +153,18 @@ class _StepGraph:
 
 def _late(before: Iterable[GraphTask], tasks: Iterable[GraphTask]) -> list[GraphTask]:
     """Puts what makes the first values of accumulators right before the tasks that read them."""
-    made: list[GraphTask] = []
+    order: list[GraphTask] = []
     starts: dict[GraphValue, GraphTask] = {}
     for task in (*before, *tasks):
         if task.label == "start" and not task.inputs:
             starts.update(dict.fromkeys(task.outputs, task))
             continue
-        for own in dict.fromkeys(starts[v] for v in task.inputs if v in starts):
-            made.append(own)
-            for value in own.outputs:
+        for start in dict.fromkeys(starts[v] for v in task.inputs if v in starts):
+            order.append(start)
+            for value in start.outputs:
                 del starts[value]
-        made.append(task)
-    return [*made, *dict.fromkeys(starts.values())]
+        order.append(task)
+    return [*order, *dict.fromkeys(starts.values())]
 
 
 def _origin(eqn) -> str:

@@ -96,7 +96,7 @@ class LoopTasks:
         self.equations = {t.params["key"]: t for t in (*loop.tasks, *loop.recomputations)}
         _check_kinds(loop.table, [kind for kind, _ in self.equations])
         orders = map(itertools.pairwise, loop.table.ranks)
-        self.beside = {a: b for own in orders for a, b in own if a in loop.table.overlaps}
+        self.beside = {a: b for order in orders for a, b in order if a in loop.table.overlaps}
         self.order = [t for _, t in schedules.execution_order(loop.table, loop.dependencies)]
         self.results = dict(zip(loop.results, eqn.outvars, strict=True))
         #: The keeper of each result of the body: its carry, or a buffer of its own.
@@ -110,20 +110,20 @@ class LoopTasks:
             if (spec := values.fact(atom).whole) is not None
         }
         # A value that a task hands on for its stage is the operand until the task has run.
-        for own in (t for t in loop.tasks if t.params["key"].kind.of_stage):
-            pairs = itertools.product(handed_on(own).items(), range(loop.num_directions))
+        for task in (t for t in loop.tasks if t.params["key"].kind.of_stage):
+            pairs = itertools.product(handed_on(task).items(), range(loop.num_directions))
             self.shared |= {(v, d): self.shared[read, d] for (v, read), d in pairs}
         self.of_stage: dict[tuple[int, int], dict[Var, GraphValue]] = {}
         #: For each stage the last task that takes sums, and the sums of those before it.
         self.last_sum = {(t.stage, self._direction(t)): t for t in self.order if t.kind.takes}
         self.sums: dict[int, list[GraphValue]] = {}
         self.sent: dict[tuple[int, Var], GraphValue] = {}
-        self.own: dict[tuple[int, int], dict[Var, GraphValue]] = {}
+        self.local: dict[tuple[int, int], dict[Var, GraphValue]] = {}
         self.offloaded: dict[tuple[int, int], dict[Var, None]] = {}
         self.kept_alone = functools.cache(self._kept_alone)
         self.later = _kinds_after_offload(self.order)
         found = zip(self.equations.items(), lifted(list(self.equations.values())), strict=True)
-        self.lifted = {key: (task, *own) for (key, task), own in found}
+        self.lifted = {key: (task, *parts) for (key, task), parts in found}
         computing = (key for key in self.equations if not key.kind.of_stage)
         self.bodies = {key: self._body_of(*self.lifted[key]) for key in computing}
 
@@ -135,7 +135,7 @@ class LoopTasks:
             elif task.kind.takes:
                 yield from self._summed(task)
             elif task.kind.of_stage:
-                yield from self._made_for_stage(task)
+                yield from self._handed_to_stage(task)
             elif (task.kind, task.stage) in self.equations:
                 yield self._computed(task)
 
@@ -157,24 +157,25 @@ class LoopTasks:
 
     def _computed(self, task: Task) -> GraphTask:
         """Makes a task that computes."""
-        eqn, own = self.equations[task.kind, task.stage], self.bodies[task.kind, task.stage]
+        eqn, task_body = self.equations[task.kind, task.stage], self.bodies[task.kind, task.stage]
         direction = self._direction(task)
-        inputs = [*self._read(jaxprs.variables(eqn.invars), task), *own.constants]
-        if own.is_indexed:
+        inputs = [*self._read(jaxprs.variables(eqn.invars), task), *task_body.constants]
+        if task_body.is_indexed:
             number = np.int32(self._microbatch(task))
             inputs.append(self.values.operand(jaxprs.literal_of(number)))
         inputs += [self.shared[v, direction] for v in eqn.outvars if self.kept_in.get(v) is v]
         outputs = [
             self._update(v, task) if v in self.kept_in else self._send(v, task) for v in eqn.outvars
         ]
-        return self._task(task, own.body, inputs, outputs)
+        return self._task(task, task_body.body, inputs, outputs)
 
     def _read(self, variables: Iterable[Var], task: Task) -> list[GraphValue]:
         """Returns the values of variables that a task reads."""
         mb, direction = self._microbatch(task), self._direction(task)
-        own = self.own.get((mb, task.stage), {}) | self.of_stage.get((task.stage, direction), {})
+        of_stage = self.of_stage.get((task.stage, direction), {})
+        local = self.local.get((mb, task.stage), {}) | of_stage
         return [
-            own.get(v) or self.sent.get((mb, v)) or self.shared[v, direction] for v in variables
+            local.get(v) or self.sent.get((mb, v)) or self.shared[v, direction] for v in variables
         ]
 
     def _send(self, v: Var, task: Task) -> GraphValue:
@@ -184,7 +185,7 @@ class LoopTasks:
             rows_type(v.aval, replicas) if replicas > 1 else v.aval, "edge", str(task)
         )
         if task.kind is Kind.R:
-            self.own.setdefault((mb, task.stage), {})[v] = value
+            self.local.setdefault((mb, task.stage), {})[v] = value
         else:
             self.sent[mb, v] = value
         return value
@@ -202,23 +203,23 @@ class LoopTasks:
     def _moved(self, task: Task) -> Iterator[GraphTask]:
         """Makes a task that copies a stage's values to the memory of the host, or of the device."""
         at = mb, stage = self._microbatch(task), task.stage
-        own, moved = self.own.setdefault(at, {}), self.offloaded.setdefault(at, {})
+        local, moved = self.local.setdefault(at, {}), self.offloaded.setdefault(at, {})
         if task.kind is Kind.O:
             alone = self.kept_alone(stage, self._direction(task), self.later[task])
-            moved |= dict.fromkeys(v for v in alone if v in own or (mb, v) in self.sent)
+            moved |= dict.fromkeys(v for v in alone if v in local or (mb, v) in self.sent)
         if not moved:
             return
         inputs = self._read(moved, task)
         key = "copy", task.kind, tuple(value.aval for value in inputs)
         if (body := self.all_bodies.get(key)) is None:
             space = jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device
-            made = jax.make_jaxpr(lambda *xs: [jax.device_put(x, space) for x in xs])
-            body = self.all_bodies[key] = Body(f"{task.kind}{stage}", made(*key[2]), ())
+            copies = jax.make_jaxpr(lambda *xs: [jax.device_put(x, space) for x in xs])
+            body = self.all_bodies[key] = Body(f"{task.kind}{stage}", copies(*key[2]), ())
         outputs = [GraphValue(aval, "edge", str(task)) for aval in body.jaxpr.out_avals]
-        own |= zip(moved, outputs, strict=True)
+        local |= zip(moved, outputs, strict=True)
         yield self._task(task, body, inputs, outputs)
 
-    def _made_for_stage(self, task: Task) -> Iterator[GraphTask]:
+    def _handed_to_stage(self, task: Task) -> Iterator[GraphTask]:
         """Makes a task that makes what those of its window read of what is made for their stage.
 
         An operand that it hands on, and that is not gathered, they read themselves.
@@ -226,17 +227,17 @@ class LoopTasks:
         key, direction = (Kind(task.kind.makes or task.kind), task.stage), self._direction(task)
         if key not in self.lifted:
             return
-        readers = {(own.kind, own.stage) for own in self.loop.table.windows[task]}
-        read = {v for own in readers & {*self.equations} for v in self.equations[own].invars}
+        readers = {(reader.kind, reader.stage) for reader in self.loop.table.windows[task]}
+        read = {v for reader in readers & {*self.equations} for v in self.equations[reader].invars}
         eqn, jaxpr, constants = self.lifted[key]
-        made: dict[Var, Any] = {}
+        handed: dict[Var, Any] = {}
         for v, result in zip(eqn.outvars, jaxpr.jaxpr.outvars, strict=True):
             operand = self.shared.get((v, direction))
             if v in read and (operand is None or operand in self.whole):
-                made[v] = result
-        if not made:
+                handed[v] = result
+        if not handed:
             return
-        part = jaxprs.part(jaxprs.needed(jaxpr.eqns, made.values()), [*made.values()])
+        part = jaxprs.part(jaxprs.needed(jaxpr.eqns, handed.values()), [*handed.values()])
         given = [
             *self._read(jaxprs.variables(eqn.invars), task),
             *map(self.values.operand, constants),
@@ -248,10 +249,10 @@ class LoopTasks:
             body = self.all_bodies[body_key] = Body(f"{key[0]}{task.stage}", part.jaxpr, ())
         outputs = [
             GraphValue(v.aval, "edge", str(task), spec=spec)
-            for v, spec in zip(made, self._gathered(part.jaxpr, inputs), strict=True)
+            for v, spec in zip(handed, self._gathered(part.jaxpr, inputs), strict=True)
         ]
-        own = self.of_stage.setdefault((task.stage, direction), {})
-        own |= zip(made, outputs, strict=True)
+        of_stage = self.of_stage.setdefault((task.stage, direction), {})
+        of_stage |= zip(handed, outputs, strict=True)
         yield self._task(task, body, inputs, outputs)
 
     def _gathered(
@@ -273,7 +274,7 @@ class LoopTasks:
         number = self.loop.stage_number(task.stage, direction)
         of_kinds = (e for e in self.loop.tasks if e.params["key"].kind in task.kind.takes)
         taken = {v for e in of_kinds for v in e.outvars}
-        summed = {own for (v, _), own in self.results.items() if v in taken}
+        summed = {result for (v, _), result in self.results.items() if v in taken}
         found, is_last = (
             self.reductions.get(number, ()),
             task == self.last_sum[task.stage, direction],
@@ -287,8 +288,8 @@ class LoopTasks:
         inputs = [*map(self.values.operand, rows), *sums]
         key = "sum", *(jaxprs.structure(e.params["jaxpr"]) for e in segments), len(sums)
         if (body := self.all_bodies.get(key)) is None:
-            made = jax.make_jaxpr(_summing([e.params["jaxpr"] for e in segments], len(sums)))
-            jaxpr, _ = jaxprs.without_constants(made(*(value.aval for value in inputs)))
+            traced = jax.make_jaxpr(_summing([e.params["jaxpr"] for e in segments], len(sums)))
+            jaxpr, _ = jaxprs.without_constants(traced(*(value.aval for value in inputs)))
             body = self.all_bodies[key] = Body(f"{task.kind}{task.stage}", jaxpr, None)
         if is_last:
             results = (v for e in segments for v in e.outvars)
@@ -305,20 +306,20 @@ class LoopTasks:
 
         A sum with -0 is the same, also where it is -0.
         """
-        of_result = {v: own for own, v in self.results.items()}
-        made = []
+        of_result = {v: result for result, v in self.results.items()}
+        begun = []
         for v in rows:
             out, direction = of_result[v]
             memory = self.number, self.kept_in[out], direction
-            made.append(GraphValue(v.aval, "gradient", str(task), memory=memory, begins=True))
-            self.shared[self.kept_in[out], direction] = self.values.current[v] = made[-1]
+            begun.append(GraphValue(v.aval, "gradient", str(task), memory=memory, begins=True))
+            self.shared[self.kept_in[out], direction] = self.values.current[v] = begun[-1]
         avals = [v.aval for v in rows]
         key = "zeros", *avals
         if (body := self.all_bodies.get(key)) is None:
             zeros = jax.make_jaxpr(lambda: [filled(aval, -0.0) for aval in avals])()
             body = self.all_bodies[key] = Body(f"start_{task.stage}", zeros, None)
         rank = self.ranks_of[self.loop.stage_number(task.stage, self._direction(task))]
-        return GraphTask(rank, body, (), tuple(made), "start")
+        return GraphTask(rank, body, (), tuple(begun), "start")
 
     def _kept_alone(self, stage: int, direction: int, kinds: Collection[Kind]) -> list[Var]:
         """Finds the values that later tasks of a stage read, and no other stage of its rank.
@@ -326,29 +327,29 @@ class LoopTasks:
         A number needs no copy: it has about no bytes. Nor does what a policy has offloaded already.
         """
         ranks = self.ranks_of[self.loop.stage_number(0, direction) :]
-        made = {v for task in self.loop.tasks for v in task.outvars}
+        written = {v for task in self.loop.tasks for v in task.outvars}
         found: dict[Var, tuple[bool, bool]] = {}
         for task in self.loop.tasks:
             key = task.params["key"]
             for v in jaxprs.variables(task.invars):
-                moves = v in made and v.aval.size > 1 and _compat.memory_kind(v.aval) is None
+                moves = v in written and v.aval.size > 1 and _compat.memory_kind(v.aval) is None
                 if moves and ranks[key.stage] == ranks[stage]:
                     alone, wanted = found.get(v, (True, False))
-                    own = key.stage == stage
-                    found[v] = alone and own, wanted or (own and key.kind in kinds)
+                    is_here = key.stage == stage
+                    found[v] = alone and is_here, wanted or (is_here and key.kind in kinds)
         return [v for v, (alone, wanted) in found.items() if alone and wanted]
 
     def _task(
         self, task: Task, body: Body, inputs: Sequence[GraphValue], outputs: Sequence[GraphValue]
     ) -> GraphTask:
         number = self.loop.stage_number(task.stage, self._direction(task))
-        own, beside = (
+        of_step, beside = (
             t and dataclasses.replace(t, stage=self.stages_before + t.stage)
             for t in (task, self.beside.get(task))
         )
         values = tuple(inputs), tuple(outputs)
         rank = self.ranks_of[number]
-        return GraphTask(rank, body, *values, str(task), own, self.number, beside=beside)
+        return GraphTask(rank, body, *values, str(task), of_step, self.number, beside=beside)
 
     def _direction(self, task: Task) -> int:
         return self.loop.table.direction_of[task.microbatch]
@@ -367,8 +368,8 @@ class LoopTasks:
         arrays = self._arrays(task)
         key = jaxprs.structure(jaxpr), arrays
         if (body := self.all_bodies.get(key)) is None:
-            made = computation(jaxpr, arrays, self.values.inside)
-            body = self.all_bodies[key] = Body(str(task.params["key"]), *made)
+            jaxpr_and_donated = computation(jaxpr, arrays, self.values.inside)
+            body = self.all_bodies[key] = Body(str(task.params["key"]), *jaxpr_and_donated)
         values = tuple(map(self.values.operand, constants))
         return _LoopBody(body, values, arrays.is_indexed)
 
@@ -401,10 +402,10 @@ def _summing(bodies: Sequence[jex.ClosedJaxpr], num_sums: int) -> Callable[..., 
 
     def run(*xs):
         rows, sums = xs[: len(xs) - num_sums], xs[len(xs) - num_sums :]
-        given, made = iter(rows), list[Any]()
+        given, results = iter(rows), list[Any]()
         for body in bodies:
-            made += jaxprs.run(body, *itertools.islice(given, len(body.in_avals)))
-        return [*map(jnp.add, sums, made), *made[num_sums:]]
+            results += jaxprs.run(body, *itertools.islice(given, len(body.in_avals)))
+        return [*map(jnp.add, sums, results), *results[num_sums:]]
 
     return run
 
@@ -430,10 +431,10 @@ def _kinds_after_offload(order: Sequence[Task]) -> dict[Task, frozenset[Kind]]:
     found: dict[Task, frozenset[Kind]] = {}
     later: dict[tuple[int, int], frozenset[Kind]] = {}
     for task in reversed(order):
-        own = later.get((task.stage, task.microbatch), frozenset())
+        kinds = later.get((task.stage, task.microbatch), frozenset())
         if task.kind is Kind.O:
-            found[task] = own
-        later[task.stage, task.microbatch] = own | {task.kind}
+            found[task] = kinds
+        later[task.stage, task.microbatch] = kinds | {task.kind}
     return found
 
 
@@ -486,12 +487,12 @@ def _on_rows(
     """Makes the computation of all replicas of that of one."""
     run = on_rows(jaxpr, has_rows, arrays.replicas, inside)
     avals = [
-        rows_type(v.aval, arrays.replicas) if own else v.aval
-        for v, own in zip(jaxpr.jaxpr.invars, has_rows, strict=True)
+        rows_type(v.aval, arrays.replicas) if in_rows else v.aval
+        for v, in_rows in zip(jaxpr.jaxpr.invars, has_rows, strict=True)
     ]
-    made, constants = jaxprs.without_constants(jax.make_jaxpr(run)(*avals))
+    of_rows, constants = jaxprs.without_constants(jax.make_jaxpr(run)(*avals))
     assert not constants
-    return made
+    return of_rows
 
 
 def lifted(tasks: Sequence[Eqn]) -> list[tuple[jex.ClosedJaxpr, tuple[Literal, ...]]]:

@@ -212,8 +212,8 @@ class Compiled(HasPrograms):
         The keys are names of `jax.stages.Compiled.memory_analysis`; `describe` tells more.
         """
         return [
-            {"temp_size_in_bytes": own.temporary_bytes, "peak_memory_in_bytes": own.peak_bytes}
-            for own in self.describe().ranks
+            {"temp_size_in_bytes": rank.temporary_bytes, "peak_memory_in_bytes": rank.peak_bytes}
+            for rank in self.describe().ranks
         ]
 
     def cost_analysis(self) -> list[dict[str, float]]:
@@ -224,8 +224,8 @@ class Compiled(HasPrograms):
         found = []
         for program, rank in zip(self.programs, self.inspect(), strict=True):
             runs = [i for i in program.instructions if isinstance(i, Run)]
-            own = [rank.analyses[run.computation] for run in runs]
-            flops, accessed = sum(a.flops for a in own), sum(a.accessed_bytes for a in own)
+            costs = [rank.analyses[run.computation] for run in runs]
+            flops, accessed = sum(a.flops for a in costs), sum(a.accessed_bytes for a in costs)
             found.append({"flops": flops, "bytes accessed": accessed})
         return found
 

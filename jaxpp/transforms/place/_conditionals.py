@@ -117,8 +117,8 @@ def close_conditionals(
     closed: list[Eqn] = []
     read = set(jaxprs.variables(outputs))
     for guard, run in reversed(runs):
-        made = [v for v in jaxprs.results_of(run) if v in read]
-        closed[:0] = under(guard, run, made) if guard else run
+        results = [v for v in jaxprs.results_of(run) if v in read]
+        closed[:0] = under(guard, run, results) if guard else run
         read |= jaxprs.operands_of(run)
         read.update(v for v, _ in guard)
     return closed
@@ -130,8 +130,9 @@ def under(guard: Guard, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> list[Eqn
     numbers = [k for _, k in guard]
 
     def run(*values):
-        own, operands = values[: len(guard)], values[len(guard) :]
-        holds = functools.reduce(operator.and_, [v == k for v, k in zip(own, numbers, strict=True)])
+        reads, operands = values[: len(guard)], values[len(guard) :]
+        tests = [v == k for v, k in zip(reads, numbers, strict=True)]
+        holds = functools.reduce(operator.and_, tests)
         return jax.lax.cond(
             holds,
             lambda: jaxprs.run(part.jaxpr, *operands),

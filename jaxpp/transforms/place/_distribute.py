@@ -45,8 +45,8 @@ def distribute(step: Step) -> Step:
     arguments = _in_parts(step.arguments, in_cuts, ins)
     results = _in_parts(step.results, cuts, outs)
     first = {a.array: n for n, a in reversed([*enumerate(arguments)])}
-    for array, own in itertools.groupby(list(enumerate(results)), key=lambda item: item[1].array):
-        for k, (n, result) in enumerate(own):
+    for array, parts in itertools.groupby(list(enumerate(results)), key=lambda item: item[1].array):
+        for k, (n, result) in enumerate(parts):
             if result.becomes is not None:
                 # Where both arrays are cut alike, each part becomes the next value of its own.
                 alike = cuts[array] == in_cuts[result.becomes]
@@ -67,8 +67,8 @@ def _guards(slicer: stacked.Slicer, guards: Mapping[Var, Guard]) -> dict[Var, Gu
     for eqn in slicer.eqns:
         for old in (slicer.replaced[v] for v in eqn.outvars[:1] if v in slicer.replaced):
             guard = next((guards[v] for v in old.outvars if v in guards), ())
-            own: Any = tuple((slicer.whole(v), k) for v, k in guard)
-            found.update((v, own) for v in eqn.outvars if own)
+            conditions: Any = tuple((slicer.whole(v), k) for v, k in guard)
+            found.update((v, conditions) for v in eqn.outvars if conditions)
     return found
 
 
@@ -153,8 +153,8 @@ def _used(eqns: Sequence[Eqn]) -> Iterator[tuple[Var, tuple[int, int], frozenset
         elif (intervals := stacked.concatenation_intervals(eqn)) and all(
             v in makers for v in jaxprs.variables(eqn.invars)
         ):
-            for v, own in zip(eqn.invars, intervals, strict=True):
-                yield eqn.outvars[0], own, frozenset() if jaxprs.is_literal(v) else makers[v]
+            for v, rows in zip(eqn.invars, intervals, strict=True):
+                yield eqn.outvars[0], rows, frozenset() if jaxprs.is_literal(v) else makers[v]
 
 
 def _makers(flow: Flow) -> dict[Var, frozenset[int]]:

@@ -54,11 +54,11 @@ def _checked(rule: Callable[[TaskGraph], TaskGraph], graph: TaskGraph) -> TaskGr
     new = rule(graph)
     if not isinstance(new, TaskGraph):
         raise ValueError(f"{who} gave {new!r}; a rule gives the graph, edited or not.")
-    made: set[GraphValue] = {value for value, _ in new.arguments}
+    known: set[GraphValue] = {value for value, _ in new.arguments}
     taken: dict[tuple[int, GraphValue], GraphTask] = {}
     for task in new.tasks:
         for value in task.inputs:
-            if value not in made and value.constant is None:
+            if value not in known and value.constant is None:
                 raise ValueError(
                     f"{who} has {task.label} of rank {task.rank} read {value.name}, which no task "
                     f"before it makes; put it behind the task that makes it."
@@ -68,10 +68,10 @@ def _checked(rule: Callable[[TaskGraph], TaskGraph], graph: TaskGraph) -> TaskGr
                     f"{who} has {task.label} of rank {task.rank} read {value.name}, whose memory "
                     f"{other.label} before it takes; put it before that task."
                 )
-        made.update(task.outputs)
+        known.update(task.outputs)
         for i in task.body.donated or ():
             taken[task.rank, task.inputs[i]] = task
-    if lacking := next((value for value, _ in new.results if value not in made), None):
+    if lacking := next((value for value, _ in new.results if value not in known), None):
         raise ValueError(f"{who} leaves out the task that makes the result {lacking.name}.")
     before, now = (list(filter(_is_ordered, tasks)) for tasks in (graph.tasks, new.tasks))
     if list(map(_identity, before)) != list(map(_identity, now)):

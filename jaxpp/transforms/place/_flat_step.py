@@ -145,13 +145,13 @@ def find_roles(step: Step) -> Step:
     read, batch = ({v for v, _ in flow.behind(jaxprs.variables(a))} for a in (for_all, sliced))
     # In a program of several steps a later loop reads weights that an update has made of state.
     early = Flow(_before_loops(jaxpr.eqns))
-    own = {v for v, _ in early.behind(jaxprs.variables(for_all))}
+    learned_from = {v for v, _ in early.behind(jaxprs.variables(for_all))}
     state = frozenset(step.pairs.values())
 
     def role(n: int, v: Var) -> Role:
         if v in batch:
             return Role.BATCH
-        if v in own or (v in read and n not in state):
+        if v in learned_from or (v in read and n not in state):
             learned = jnp.issubdtype(v.aval.dtype, jnp.inexact)
             return Role.PARAMETER if learned else Role.OTHER
         return Role.OPTIMIZER if n in state else Role.OTHER

@@ -32,8 +32,8 @@ def join_loops(graph: TaskGraph) -> TaskGraph:
                 if task.task.kind.lane != "compute":
                     beside.add(n)
         loops.append(list(rows.values()))
-        for n, own in _changes(graph.tasks, rank).items():
-            change[n] = own
+        for n, nbytes in _changes(graph.tasks, rank).items():
+            change[n] = nbytes
     order = join(loops, _behind(graph.tasks), change, time, beside)
     return dataclasses.replace(
         graph, tasks=tuple(graph.tasks[n] for n in order or range(len(time)))
@@ -42,17 +42,17 @@ def join_loops(graph: TaskGraph) -> TaskGraph:
 
 def _behind(tasks: Sequence[GraphTask]) -> list[list[int]]:
     """Finds for each task those that come before it in any order."""
-    made: dict[GraphValue, dict[int, int]] = {}
+    ranks_of: dict[GraphValue, dict[int, int]] = {}
     read: dict[tuple[int, GraphValue], list[int]] = {}
     for n, task in enumerate(tasks):
         for value in task.outputs:
-            made.setdefault(value, {})[task.rank] = n
+            ranks_of.setdefault(value, {})[task.rank] = n
     ordered: int | None = None  # the last task with ordered effects
     found = []
     for n, task in enumerate(tasks):
         behind = [
             makers.get(task.rank, makers[min(makers)])
-            for makers in (made[value] for value in task.inputs if value in made)
+            for makers in (ranks_of[value] for value in task.inputs if value in ranks_of)
         ]
         for i in task.body.donated or ():  # whose memory the task takes
             behind += read.get((task.rank, task.inputs[i]), ())
@@ -67,15 +67,15 @@ def _behind(tasks: Sequence[GraphTask]) -> list[list[int]]:
 
 def _changes(tasks: Sequence[GraphTask], rank: int) -> dict[int, int]:
     """Finds by how many bytes each task of a rank's loops changes the activations that it holds."""
-    own = [n for n, task in enumerate(tasks) if task.task and task.rank == rank]
+    positions = [n for n, task in enumerate(tasks) if task.task and task.rank == rank]
     first: dict[GraphValue, int] = {}
     last: dict[GraphValue, int] = {}
-    for n in own:
+    for n in positions:
         for value in (*tasks[n].inputs, *tasks[n].outputs):
             if value.kind == "edge":
                 first.setdefault(value, n)
                 last[value] = n
-    change = dict.fromkeys(own, 0)
+    change = dict.fromkeys(positions, 0)
     for value, n in first.items():
         size = value.aval.size * value.aval.dtype.itemsize
         change[n] += size

@@ -258,20 +258,20 @@ def _resolve_mesh(
             f"of a step, jaxpp.gather(results) brings them to one device first."
         )
     stages = len({stage for program in programs for stage in program.stages})
-    each, rest = divmod(stages, mesh.num_ranks)
+    per_rank, rest = divmod(stages, mesh.num_ranks)
     tables = [e.params["table"] for e in eqns if is_loop(e)]
     forward = all(t.forward_only for t in tables) and not any(map(is_backward_call, eqns))
-    several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({each})"
-    per = max(len(program.stages) for program in programs)
+    several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({per_rank})"
+    most = max(len(program.stages) for program in programs)
     held = f"{_counted(stages, 'stage')} on {_counted(count, 'rank')}"
-    held += f" ({_counted(per, 'stage')} per rank)"
+    held += f" ({_counted(most, 'stage')} per rank)"
     given_is = f"the schedule puts {held}"
     if not tables:
         given_is = f"the function has {held} and no schedule: each runs on a rank of its own"
         several = f"schedule(microbatch(fun, M), {several})"
     wanted, left = divmod(stages * mesh.num_ranks, count)
     cut = f"cut into {_counted(wanted, 'stage')} (num_stages=, the names in at=, the marks), or "
-    several = f", or give a rank {each} stages: {several}" if each > 1 and not rest else ""
+    several = f", or give a rank {per_rank} stages: {several}" if per_rank > 1 and not rest else ""
     lines = [line for _, line in sorted(begins.items()) if line]
     raise ValueError(
         f"place: {given_is}, but the mesh has {_counted(mesh.num_ranks, 'rank')}; "
@@ -291,7 +291,7 @@ def _first_lines(eqns: Sequence[Eqn]) -> dict[int, str]:
         bodies: list[tuple[int, Any]] = []
         if is_loop(eqn):
             tasks = [task.params for task in ScheduledLoop.of(eqn).tasks]
-            bodies = [(own["key"].stage, own["jaxpr"]) for own in tasks]
+            bodies = [(params["key"].stage, params["jaxpr"]) for params in tasks]
         elif call := stage_of_call(eqn):
             bodies = [(call[0], jaxprs.called_jaxpr(eqn))]
         for stage, body in bodies:

@@ -104,8 +104,8 @@ class _Placer:
             state = None if result.becomes is None else homes[self.args[result.becomes]]
             results.append(dataclasses.replace(result, stages=state or home))
         arguments = tuple(
-            dataclasses.replace(own, stages=homes[v])
-            for v, own in zip(self.args, self.step.arguments, strict=True)
+            dataclasses.replace(argument, stages=homes[v])
+            for v, argument in zip(self.args, self.step.arguments, strict=True)
         )
         return dataclasses.replace(self.step, arguments=arguments, results=tuple(results))
 
@@ -249,8 +249,8 @@ def _ordered_place(flow: Phases) -> Place | None:
                 key, stage = task.params["key"], loop.stage_number(task.params["key"].stage, d)
                 for e in filter(_compat.is_ordered, task.params["jaxpr"].eqns):
                     for rank in loop.table.ranks:
-                        own = [t.microbatch for t in rank if (t.kind, t.stage) == key]
-                        note(f"{key.kind}{stage}", stage, e, own)
+                        microbatches = [t.microbatch for t in rank if (t.kind, t.stage) == key]
+                        note(f"{key.kind}{stage}", stage, e, microbatches)
     return frozenset(found.values()) or None
 
 

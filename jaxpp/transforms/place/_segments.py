@@ -80,7 +80,7 @@ def outline_segments(step: Step, flow: Phases, place_of: Mapping[int, Place]) ->
     clusters = itertools.groupby(
         outline(flow, outliner.groups(), fixed=flow.loops), lambda c: c.group[0]
     )
-    by_phase = {phase: list(own) for phase, own in clusters}
+    by_phase = {phase: list(members) for phase, members in clusters}
     for phase in range(len(flow.loops) + 1):
         for cluster in by_phase.get(phase, ()):
             label = "prepare" if phase < len(flow.loops) else "update"
@@ -108,12 +108,12 @@ class _Outliner:
         found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         phase, loops = self.flow.phase, self._loops_needed()
         for n in {phase[i] for i in self.place_of}:
-            own = {i: place for i, place in self.place_of.items() if phase[i] == n}
-            sources = {i: self._sources(own, i) for i in own}
-            levels = in_levels(self.flow, own, sources.__getitem__)
+            placed = {i: place for i, place in self.place_of.items() if phase[i] == n}
+            sources = {i: self._sources(placed, i) for i in placed}
+            levels = in_levels(self.flow, placed, sources.__getitem__)
             members: dict[tuple[int, int, bool, tuple[int, ...]], list[int]] = {}
-            for i in sorted(own):
-                key = (loops[i], levels[i], not self._reduces(i), tuple(sorted(own[i])))
+            for i in sorted(placed):
+                key = (loops[i], levels[i], not self._reduces(i), tuple(sorted(placed[i])))
                 members.setdefault(key, []).append(i)
             segments = [(place, numbers) for (*_, place), numbers in sorted(members.items())]
             for k, (place, numbers) in enumerate(segments):
@@ -128,8 +128,8 @@ class _Outliner:
         """
         number, last = dict[int, int](), 0
         for before, i in zip([None, *self.flow.loops], self.flow.loops, strict=False):
-            made = () if before is None else self.flow.eqns[before].outvars
-            reached = jaxprs.descendants(self.flow.eqns[:i], made)
+            results = () if before is None else self.flow.eqns[before].outvars
+            reached = jaxprs.descendants(self.flow.eqns[:i], results)
             last += reached.isdisjoint(jaxprs.variables(self.flow.eqns[i].invars))
             number[i] = last
         needed: dict[int, int] = {}
@@ -153,11 +153,11 @@ class _Outliner:
         eqn = self.flow.eqns[i]
         return is_reduction(eqn) and self.flow.maker_of(eqn.invars[0]) in self.flow.loops
 
-    def _sources(self, own: Collection[int], i: int) -> set[int]:
+    def _sources(self, placed: Collection[int], i: int) -> set[int]:
         """Finds the placed equations that one reads, directly or through unplaced ones."""
         walk = self.flow.behind(self.flow.reads[i], self._is_fixed)
         before = [j for j in self.flow.ordered if j < i] if i in self.flow.ordered else []
-        return {j for j in [*before, *(j for _, j in walk)] if j in own}
+        return {j for j in [*before, *(j for _, j in walk)] if j in placed}
 
     def add(self, place: Place, eqns: Sequence[Eqn], outputs: Sequence[Var], label: str) -> None:
         """Adds a segment of equations, which are put under their guards."""
@@ -203,17 +203,17 @@ class _Outliner:
         # buffers of results, for which there are no operands yet.
         known = self._make_operands(eqn, carries)
         starts: dict[tuple[int, str], list[tuple[Atom | None, Var]]] = {}
-        reduces = any(own.takes for own in loop.table.kinds)
+        reduces = any(k.takes for k in loop.table.kinds)
         first: list[Any] = [*eqn.invars[carries], *[None] * (len(eqn.outvars) - count)]
         number = {result: n for n, result in enumerate(loop.results)}
         for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
             kind, stage = task.params["key"]
             # A result that a kind takes, such as `S`, is made apart, later.
             of = loop.stage_number(stage, direction), str(kind) * reduces
-            own = starts.setdefault(of, [])
+            pairs = starts.setdefault(of, [])
             for n in (number[v, direction] for v in task.outvars if (v, direction) in number):
                 source, first[n] = first[n], jaxprs.fresh_var(eqn.outvars[n])
-                own.append((source, first[n]))
+                pairs.append((source, first[n]))
         for stage, kind in sorted(filter(starts.get, starts)):
             self._start(frozenset({stage}), starts[stage, kind])
         invars = list(map(known, eqn.invars))
@@ -233,12 +233,12 @@ class _Outliner:
             eqns = self._needed(variables)
             new = {v: jaxprs.fresh_var(v) for v in variables}
             known.of.update(new)
-            self.facts |= {own: Fact(whole=self.step.fact(v).whole) for v, own in new.items()}
-            made = jaxprs.Substitution(new.items())
+            self.facts |= {new[v]: Fact(whole=self.step.fact(v).whole) for v in new}
+            renamed = jaxprs.Substitution(new.items())
             self._add(
                 place,
-                list(map(made.rename_all, eqns)),
-                jaxprs.variables(map(made, variables)),
+                list(map(renamed.rename_all, eqns)),
+                jaxprs.variables(map(renamed, variables)),
                 "prepare",
             )
         return known

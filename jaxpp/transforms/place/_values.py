@@ -35,12 +35,12 @@ class Values:
         }
         #: The specs of the results that have one, and the buffers that values of variables begin.
         self._specs: dict[Var, Spec] = {}
-        for v, own in zip(inside.outvars, step.results, strict=True):
-            if own.spec is not None:
-                self._specs.setdefault(v, own.spec)
+        for v, result in zip(inside.outvars, step.results, strict=True):
+            if result.spec is not None:
+                self._specs.setdefault(v, result.spec)
         self._begun = _first_values(step.jaxpr.eqns)
-        for v, own in zip(inside.invars, step.arguments, strict=True):
-            self.add(v, "argument", f"args{own.name}", argument=own)
+        for v, argument in zip(inside.invars, step.arguments, strict=True):
+            self.add(v, "argument", f"args{argument.name}", argument=argument)
 
     def add(
         self,
@@ -107,8 +107,8 @@ def _first_values(eqns: Iterable[Eqn]) -> dict[Var, Hashable]:
     found: dict[Var, Hashable] = {}
     for number, eqn in enumerate(filter(is_loop, eqns)):
         loop = ScheduledLoop.of(eqn)
-        made = {v for task in loop.tasks for v in task.outvars}
-        kept = {v for v, out in loop.becomes().items() if out in made} | {*loop.ys}
+        results = {v for task in loop.tasks for v in task.outvars}
+        kept = {v for v, out in loop.becomes().items() if out in results} | {*loop.ys}
         for (v, direction), atom in zip(operands_of(loop), eqn.invars, strict=True):
             if v in kept and not jaxprs.is_literal(atom):
                 found[atom] = number, v, direction

@@ -45,9 +45,9 @@ def adds_like(wide: Any, narrow: Any) -> bool:
         return wide == narrow
     if jnp.issubdtype(wide, jnp.complexfloating) != jnp.issubdtype(narrow, jnp.complexfloating):
         return False
-    own, other = jnp.finfo(wide), jnp.finfo(narrow)
-    is_wide = own.nexp >= jnp.finfo(jnp.float32).nexp
-    return is_wide and own.nexp == other.nexp and own.nmant >= other.nmant
+    wider, other = jnp.finfo(wide), jnp.finfo(narrow)
+    is_wide = wider.nexp >= jnp.finfo(jnp.float32).nexp
+    return is_wide and wider.nexp == other.nexp and wider.nmant >= other.nmant
 
 
 def hand_through_zeros(loop: ScheduledLoop) -> ScheduledLoop:
@@ -101,20 +101,20 @@ def split_shared_sums(loop: ScheduledLoop) -> ScheduledLoop:
     folds, outside, before = {}, dict(loop.outside), list(loop.before)
     for carry, out in zip(loop.carries, loop.carry_outs, strict=True):
         update = sums.update_of(carry, out)
-        own, own_outs = [carry], [out]
+        carries, carry_outs = [carry], [out]
         if update is not None:
             groups = sums.terms_by_task(update)
-            own += [jaxprs.fresh_var(carry) for _ in groups[1:]]
-            own_outs += [jaxprs.fresh_var(out) for _ in groups[1:]]
+            carries += [jaxprs.fresh_var(carry) for _ in groups[1:]]
+            carry_outs += [jaxprs.fresh_var(out) for _ in groups[1:]]
             if len(groups) > 1:
-                sums.accumulate(update, groups, own, own_outs)
-            folds.update(dict.fromkeys(own, update.eqn.primitive))
-            for v in own[1:]:
+                sums.accumulate(update, groups, carries, carry_outs)
+            folds.update(dict.fromkeys(carries, update.eqn.primitive))
+            for v in carries[1:]:
                 eqns, outside[v] = neutral(update.eqn.primitive, v)
                 before += eqns
-        parts.append(own)
-        outs += own_outs
-        joins.append(folded(folds[carry]) if len(own) > 1 else None)
+        parts.append(carries)
+        outs += carry_outs
+        joins.append(folded(folds[carry]) if len(carries) > 1 else None)
     loop = loop.divided(parts, joins, outside=outside, before=tuple(before), folds=folds)
     return loop.with_equations(sums.grouped(), carry_outs=tuple(outs))
 
@@ -168,9 +168,9 @@ class _Sums:
         if eqn.primitive.name not in primitives.ADDS | primitives.EXTREMES:
             return None
         left, right = eqn.invars
-        for own, value in ((left, right), (right, left)):
-            if not jaxprs.is_literal(own) and self._uncast(own) is carry:
-                return _Update(eqn, own, value)
+        for operand, value in ((left, right), (right, left)):
+            if not jaxprs.is_literal(operand) and self._uncast(operand) is carry:
+                return _Update(eqn, operand, value)
         return None
 
     def _uncast(self, v: Var) -> Atom:
@@ -196,9 +196,9 @@ class _Sums:
             if self.readers[v] != 1:
                 continue
             made_by = [tasks.get(o, {self.at.get(o)}) for o in jaxprs.variables(eqn.invars)]
-            own = set[Key | None]().union(*made_by)
-            if own != {self.at.get(v)}:
-                tasks[v], found[v] = own, i
+            keys = set[Key | None]().union(*made_by)
+            if keys != {self.at.get(v)}:
+                tasks[v], found[v] = keys, i
         return found
 
     def terms_by_task(self, update: _Update) -> list[list[_Addend]]:

@@ -28,10 +28,10 @@ def run_as_scan(*operands: Any, **params: Any):
     loop = ScheduledLoop.of_params(**params)
     consts = operands[: loop.num_consts]
     if loop.replicas > 1:
-        one = functools.partial(run_as_scan, **{**params, "replicas": 1})
+        replica_alone = functools.partial(run_as_scan, **{**params, "replicas": 1})
 
         def replica(_, rows):
-            return None, one(*consts, *rows)
+            return None, replica_alone(*consts, *rows)
 
         rows = list(operands[loop.num_consts :])
         return jax.lax.scan(replica, None, rows, length=loop.replicas)[1]
@@ -42,15 +42,15 @@ def run_as_scan(*operands: Any, **params: Any):
     if count == 1:
         carry, ys = jax.lax.scan(step, carries, xs, length=length, reverse=reverse)
         return [*carry, *ys]
-    made = []
+    of_directions = []
     for direction in range(count):
-        own = [i for i, d in enumerate(loop.table.direction_of) if d == direction]
-        at = np.array([length - 1 - i for i in own] if reverse else own, np.int32)
+        numbers = [i for i, d in enumerate(loop.table.direction_of) if d == direction]
+        at = np.array([length - 1 - i for i in numbers] if reverse else numbers, np.int32)
         start = carries[direction::count]
-        carry, ys = jax.lax.scan(step, start, [x[at] for x in xs], length=len(own))
+        carry, ys = jax.lax.scan(step, start, [x[at] for x in xs], length=len(numbers))
         ys = [jnp.zeros_like(y, shape=(length, *y.shape[1:])).at[at].set(y) for y in ys]
-        made.append([*carry, *ys])
-    return [result for own in zip(*made, strict=True) for result in own]
+        of_directions.append([*carry, *ys])
+    return [result for alike in zip(*of_directions, strict=True) for result in alike]
 
 
 def _step(loop: ScheduledLoop, consts, carry, slices):
@@ -64,8 +64,8 @@ def _step(loop: ScheduledLoop, consts, carry, slices):
             inputs = jaxprs.with_cloned_keys(inputs)
         # The names of these calls outlive differentiation, so that `was_loop` can find the loop.
         run = functools.partial(jaxprs.run, task.params["jaxpr"])
-        made = call_as(f"task_{task.params['key']}", run, inputs)
-        values.update(zip(task.outvars, made, strict=True))
+        outs = call_as(f"task_{task.params['key']}", run, inputs)
+        values.update(zip(task.outvars, outs, strict=True))
     results = [values[v] for v in loop.outputs]
     return results[: loop.num_carry], results[loop.num_carry :]
 
@@ -78,23 +78,23 @@ def _plain(*avals, **params):
 def _abstract(*avals, **params):
     loop = ScheduledLoop.of_params(**params)
     if loop.replicas > 1:
-        own = [a if n < loop.num_consts else row_type(a) for n, a in enumerate(avals)]
-        made, effects = _abstract(*own, **{**params, "replicas": 1})
-        return [rows_type(y, loop.replicas) for y in made], effects
+        types = [a if n < loop.num_consts else row_type(a) for n, a in enumerate(avals)]
+        results, effects = _abstract(*types, **{**params, "replicas": 1})
+        return [rows_type(y, loop.replicas) for y in results], effects
     given = dict(zip(loop.operands, avals, strict=True))
     became = dict(zip(loop.carry_outs, loop.carries, strict=True))
-    made = []
+    results = []
     for v, direction in loop.results:
         if (carry := became.get(v)) is None:
-            made.append(v.aval.update(shape=(loop.length, *v.aval.shape)))
+            results.append(v.aval.update(shape=(loop.length, *v.aval.shape)))
         else:
             aval = given[carry, direction]
             weak = aval.weak_type and (v is carry or v.aval.weak_type)
-            made.append(aval.update(weak_type=weak))
-    if any(map(_compat.is_split, [*made, *(v.aval for v in loop.ys)])):
+            results.append(aval.update(weak_type=weak))
+    if any(map(_compat.is_split, [*results, *(v.aval for v in loop.ys)])):
         jaxpr = _plain(*avals, **params)
         return jaxpr.out_avals, jaxpr.jaxpr.effects
-    return made, params["body"].effects
+    return results, params["body"].effects
 
 
 loop_p.def_impl(
@@ -147,7 +147,7 @@ def _batch(axis, args, dims, **params):
     def batch(task):
         jaxpr = task.params["jaxpr"]
         axes, out_axes = (
-            [0 if v in batched else None for v in own] for own in (task.invars, task.outvars)
+            [0 if v in batched else None for v in atoms] for atoms in (task.invars, task.outvars)
         )
         run = jax.vmap(
             functools.partial(jaxprs.run, jaxpr),
@@ -161,10 +161,10 @@ def _batch(axis, args, dims, **params):
             v.aval if axis is None else _specs.type_of(v.aval, (size, *v.aval.shape))
             for v, axis in zip(jaxpr.jaxpr.invars, axes, strict=True)
         ]
-        made = jaxprs.bind_constants(*jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
-        outvars = list(map(jaxprs.fresh_var, made.jaxpr.outvars))
+        closed = jaxprs.bind_constants(*jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
+        outvars = list(map(jaxprs.fresh_var, closed.jaxpr.outvars))
         new.of.update(zip(task.outvars, outvars, strict=True))
-        return remade(task, made, map(new, task.invars), outvars)
+        return remade(task, closed, map(new, task.invars), outvars)
 
     tasks = list(map(batch, loop.tasks))
     invars, outvars = map(new, loop.inputs), map(new, loop.outputs)
@@ -182,13 +182,13 @@ def _reached(loop: ScheduledLoop, sources: set[Var], axis_name: Any) -> set[Var]
         before = len(reached)
         for task in loop.tasks:
             inside = task.params["jaxpr"].jaxpr
-            own = [
+            indices = [
                 v for v, given in zip(inside.invars, task.invars, strict=True) if given in reached
             ]
-            own += jaxprs.results_of(e for e in inside.eqns if _compat.knows_axis(e, axis_name))
-            made = jaxprs.descendants(inside.eqns, own)
+            indices += jaxprs.results_of(e for e in inside.eqns if _compat.knows_axis(e, axis_name))
+            depends = jaxprs.descendants(inside.eqns, indices)
             outvars = zip(inside.outvars, task.outvars, strict=True)
-            reached.update(o for v, o in outvars if not jaxprs.is_literal(v) and v in made)
+            reached.update(o for v, o in outvars if not jaxprs.is_literal(v) and v in depends)
         for pair in loop.becomes().items():
             reached.update(pair if not reached.isdisjoint(pair) else ())
     return reached

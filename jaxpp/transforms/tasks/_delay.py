@@ -65,8 +65,8 @@ def delay(step: Callable[..., Any], steps: int = 1) -> Callable[..., Any]:
         traced = jaxprs.trace(step, (versions[0], *args), kwargs)
         flat = jaxprs.inline(traced.jaxpr, lambda e: jaxprs.contains(e, _is_any_loop))
         new, old = (
-            [leaf for leaf in jtu.tree_leaves(own) if jaxprs.is_array(leaf)]
-            for own in (versions[0], versions[-1])
+            [leaf for leaf in jtu.tree_leaves(weights) if jaxprs.is_array(leaf)]
+            for weights in (versions[0], versions[-1])
         )
         first = traced.num_closed_over
         jaxpr = _reading(flat, flat.jaxpr.invars[first : first + len(new)])
@@ -109,8 +109,8 @@ def _with_newest(result: Any, versions: Any) -> Any:
     """Returns the result of a step with a tuple of versions for the first result."""
     new, *rest = result if isinstance(result, tuple) else (result,)
     _check_alike("the step's first result, which is what becomes of the weights,", versions[0], new)
-    made = (new, *versions[:-1])
-    return (made, *rest) if isinstance(result, tuple) else made
+    newest = (new, *versions[:-1])
+    return (newest, *rest) if isinstance(result, tuple) else newest
 
 
 def _by_definition(step: Callable[..., Any], versions: Any, args: Any, kwargs: Any) -> Any:

@@ -117,8 +117,8 @@ class Loop:
     def values(self) -> tuple[Value, ...]:
         """The values that tasks make for others of their microbatch, in the order of making."""
         of_all = {*self._loop.outputs, *self._loop.of_stages}
-        made = jaxprs.results_of(self._loop.tasks)
-        return tuple(self._values_of(v for v in made if v not in of_all))
+        results = jaxprs.results_of(self._loop.tasks)
+        return tuple(self._values_of(v for v in results if v not in of_all))
 
     @property
     def constants(self) -> tuple[Value, ...]:
@@ -128,8 +128,8 @@ class Loop:
         `of_stage`; see `insert`.
         """
         read = {v for task in self._loop.tasks for v in task.invars}
-        made = [v for v in jaxprs.results_of(self._loop.tasks) if v in self._loop.of_stages]
-        return tuple(self._values_of([*(v for v in self._loop.consts if v in read), *made]))
+        of_stages = [v for v in jaxprs.results_of(self._loop.tasks) if v in self._loop.of_stages]
+        return tuple(self._values_of([*(v for v in self._loop.consts if v in read), *of_stages]))
 
     def gradients(self, key: tuple[str, int]) -> tuple[Value, ...]:
         """The gradients that a backward adds up over the microbatches: of a stage's parameters.
@@ -179,9 +179,9 @@ class Loop:
         task, new = task.reading(sent), Var(of.aval)
         task, given = task.renamed(old, new), [task.inputs[v] for v in sent]
         where = f"at the start of {task.key}"
-        made = self._put(task, fun, given, where, types=[of.aval], at=0)
-        task = made.task.renamed(new, made.atoms[0])
-        return made.loop._with(task if of._var in sent else task.without(of._var))
+        put = self._put(task, fun, given, where, types=[of.aval], at=0)
+        task = put.task.renamed(new, put.atoms[0])
+        return put.loop._with(task if of._var in sent else task.without(of._var))
 
     def insert(
         self,
@@ -257,20 +257,20 @@ class Loop:
         if before and not (isinstance(before, list | tuple) and tuple(before) in known):
             other = "".join(map(str, before)) if isinstance(before, Iterable) else repr(before)
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
-        if before and (ranks := self._ranks_of(*before)) != (own := self._ranks_of("F", stage)):
+        if before and (ranks := self._ranks_of(*before)) != (wanted := self._ranks_of("F", stage)):
             raise self._error(
                 f"inserts {name} before {''.join(map(str, before))}, which {_ranks(ranks)} runs; "
-                f"{name} is a task of {_ranks(own)}: name a task of that rank."
+                f"{name} is a task of {_ranks(wanted)}: name a task of that rank."
             )
         self._check_known(values)
         makers = {v.maker for v in values if v.maker}
         sent = list(map(self._sent, values))
         task = OpenTask(Key(Kind(kind), stage)).reading(sent)
-        made = self._put(task, fun, [task.inputs[v] for v in sent], f"as {name}")
-        task, new = made.given()
+        put = self._put(task, fun, [task.inputs[v] for v in sent], f"as {name}")
+        task, new = put.given()
         table = _with_tasks(self.table, Kind(kind), stage, makers, before)
         grouped = (*self._loop.grouped, (task.closed(), task.key))
-        loop = made.loop._replace(grouped=grouped, table=table)
+        loop = put.loop._replace(grouped=grouped, table=table)
         return loop, loop._values_of(new)
 
     def read(
@@ -278,7 +278,7 @@ class Loop:
     ) -> "Loop":
         """Lets a task read a value in place of another of its type, or several of several."""
         task = self._task(key)
-        there, gone = ([own] if isinstance(own, Value) else own for own in (new, of))
+        there, gone = ([given] if isinstance(given, Value) else given for given in (new, of))
         self._check_known(there)
         self._check_known(gone)
         if len(there) != len(gone):
@@ -325,12 +325,12 @@ class Loop:
         )
         atoms, types = self._atoms(task, values), [v.aval for v in values]
         task = dataclasses.replace(task, eqns=(*first, *second))
-        made = self._put(task, fun, atoms, types=types, at=len(first))
-        pairs = [(v._var, new) for v, new in zip(values, made.atoms, strict=True)]
+        put = self._put(task, fun, atoms, types=types, at=len(first))
+        pairs = [(v._var, new) for v, new in zip(values, put.atoms, strict=True)]
         known = jaxprs.Substitution(pair for pair in pairs if pair[0] in gradients)
-        eqns = tuple(known.rename(e) if id(e) in adding else e for e in made.task.eqns)
+        eqns = tuple(known.rename(e) if id(e) in adding else e for e in put.task.eqns)
         outputs = {v: new for v, new in pairs if v not in gradients}
-        return made.loop._with(dataclasses.replace(made.task, eqns=eqns).giving(outputs))
+        return put.loop._with(dataclasses.replace(put.task, eqns=eqns).giving(outputs))
 
     def result(
         self, name: str, key: tuple[str, int], fun: Callable[..., Any], values: Sequence[Value]
@@ -363,7 +363,7 @@ class Loop:
             )
         ranks = tuple(map(tuple, orders))
         before, now = (
-            {pair for own in orders for pair in itertools.pairwise(own)}
+            {pair for order in orders for pair in itertools.pairwise(order)}
             for orders in (self.table.ranks, ranks)
         )
         kept = frozenset(task for task, _ in before & now if task in self.table.overlaps)
@@ -374,15 +374,15 @@ class Loop:
     def _ranks_of(self, kind: str, stage: int) -> list[int]:
         """The ranks that run a task of the table."""
         orders = enumerate(self.table.ranks)
-        return [n for n, own in orders if any((t.kind, t.stage) == (kind, stage) for t in own)]
+        return [n for n, tasks in orders if any((t.kind, t.stage) == (kind, stage) for t in tasks)]
 
     def _check_known(self, values: Any) -> None:
         """Refuses what is no list of values, and a value that no task of this loop makes."""
-        if not (isinstance(values, list | tuple) and all(isinstance(own, Value) for own in values)):
+        if not (isinstance(values, list | tuple) and all(isinstance(v, Value) for v in values)):
             raise self._error(f"gives {values!r} where a list of values is due.")
-        made = {*self._loop.consts, *jaxprs.results_of(self._loop.tasks)}
+        known = {*self._loop.consts, *jaxprs.results_of(self._loop.tasks)}
         for value in values:
-            if value._is_gradient or value._var in made:
+            if value._is_gradient or value._var in known:
                 continue
             raise self._error(
                 f"names a value of {value.maker} that this loop does not make. An edit returns a "
@@ -417,11 +417,11 @@ class Loop:
     def _atoms(self, task: OpenTask, values: Sequence[Value]) -> list[Atom]:
         """The atoms in a task of values that it makes or reads."""
         known = {**task.inputs, **task.outputs}
-        own = {*task.inputs.values(), *jaxprs.results_of(task.eqns)}
+        inside = {*task.inputs.values(), *jaxprs.results_of(task.eqns)}
         atoms = []
         for value in values:
             atom = value._var if value._is_gradient else known.get(value._var)
-            if atom is None or (value._is_gradient and atom not in own):
+            if atom is None or (value._is_gradient and atom not in inside):
                 raise self._error(
                     f"names a value of {value.maker} at the end of {task.key}, which neither "
                     f"makes nor reads it; let it read the value, or take another task."
@@ -453,9 +453,9 @@ class Loop:
         """Does as `after`; gives the variables of the new values, and the tree that they are in."""
         task = self._task(key)
         self._check_known(values)
-        made = self._put(task, fun, self._atoms(task, values))
-        task, new = made.given()
-        return made.loop._with(task), new, made.tree
+        put = self._put(task, fun, self._atoms(task, values))
+        task, new = put.given()
+        return put.loop._with(task), new, put.tree
 
     def _put(
         self,
@@ -481,8 +481,8 @@ class Loop:
         jaxpr = jaxprs.inline(jaxpr, lambda e: True)
         if types is not None and list(map(_type, jaxpr.out_avals)) != list(map(_type, types)):
             given, wanted = (
-                ", ".join(a.str_short() for a in own) or "nothing"
-                for own in (jaxpr.out_avals, types)
+                ", ".join(a.str_short() for a in avals) or "nothing"
+                for avals in (jaxpr.out_avals, types)
             )
             raise self._error(
                 f"runs {jaxprs.describe_function(fun)} {where}, which gives {given}, but is to "
@@ -495,13 +495,13 @@ class Loop:
                 consts.append((same := jaxprs.fresh_var(v), array))
             read.append(same)
         task = task.reading(read)
-        eqns, made = jaxprs.inline_body(jaxpr, [*(task.inputs[v] for v in read), *atoms])
+        eqns, results = jaxprs.inline_body(jaxpr, [*(task.inputs[v] for v in read), *atoms])
         at = len(task.eqns) if at is None else at
         task = dataclasses.replace(task, eqns=(*task.eqns[:at], *eqns, *task.eqns[at:]))
         new = [v for v, _ in consts[len(self._consts) :]]
         loop = dataclasses.replace(self, _consts=tuple(consts))
         loop = loop._replace(consts=(*self._loop.consts, *new))
-        return _Made(loop, task, made, jtu.tree_structure(tree))
+        return _Made(loop, task, results, jtu.tree_structure(tree))
 
     def _with(self, task: OpenTask) -> "Loop":
         """The loop with another equation of a task."""
@@ -513,9 +513,9 @@ class Loop:
 
     def _sorted(self, tasks: Iterable[Eqn]) -> list[Eqn]:
         """Puts tasks in an order in which they can run, and else as they are."""
-        left, order, made = list(tasks), [], {*self._loop.inputs}
+        left, order, known = list(tasks), [], {*self._loop.inputs}
         while left:
-            ready = next((t for t in left if made.issuperset(t.invars)), None)
+            ready = next((t for t in left if known.issuperset(t.invars)), None)
             if ready is None:
                 names = " and ".join(str(_key(t)) for t in left)
                 first = [str(_key(t)) for t in left if _key(t).kind.of_stage]
@@ -527,7 +527,7 @@ class Loop:
                 )
             left.remove(ready)
             order.append(ready)
-            made.update(ready.outvars)
+            known.update(ready.outvars)
         return order
 
 
@@ -571,24 +571,24 @@ def _with_tasks(
         return _with_first(table, kind, stage, before)
     ranks, before_it = [], {*makers, *((k, stage) for k in kind.after)}
     for order in table.ranks:
-        own = list(order)
+        tasks = list(order)
         for i in [task.microbatch for task in order if (task.kind, task.stage) == ("F", stage)]:
             anchor = before and Task(Kind(before[0]), before[1], i)
-            if anchor in own:
-                at = own.index(anchor)
+            if anchor in tasks:
+                at = tasks.index(anchor)
             else:
-                numbers = [n for n, t in enumerate(own) if t.microbatch == i]
-                made = [(own[n].kind, own[n].kind.makes) for n in numbers]
+                numbers = [n for n, t in enumerate(tasks) if t.microbatch == i]
+                kinds_there = [(tasks[n].kind, tasks[n].kind.makes) for n in numbers]
                 near = [
                     n + 1
-                    for n, kinds in zip(numbers, made, strict=True)
-                    if any((k, own[n].stage) in before_it for k in kinds)
+                    for n, kinds in zip(numbers, kinds_there, strict=True)
+                    if any((k, tasks[n].stage) in before_it for k in kinds)
                 ]
-                at = max(near, default=min(n for n in numbers if own[n].stage == stage))
-            if at and own[at - 1] in table.overlaps:  # not between two that run together
-                at += -1 if anchor in own else 1
-            own.insert(at, Task(kind, stage, i))
-        ranks.append(tuple(own))
+                at = max(near, default=min(n for n in numbers if tasks[n].stage == stage))
+            if at and tasks[at - 1] in table.overlaps:  # not between two that run together
+                at += -1 if anchor in tasks else 1
+            tasks.insert(at, Task(kind, stage, i))
+        ranks.append(tuple(tasks))
     return dataclasses.replace(table, ranks=tuple(ranks))
 
 
@@ -599,6 +599,6 @@ def _with_first(table: Table, kind: Kind, stage: int, before: tuple[str, int] | 
         key = before and tuple(before)
         reading = [t for t in order if key == (t.kind, t.stage) or (not key and t.stage == stage)]
         at = order.index(reading[0]) if reading else 0
-        added = [Task(kind, stage, own.microbatch) for own in reading[:1]]
+        added = [Task(kind, stage, task.microbatch) for task in reading[:1]]
         ranks.append((*order[:at], *added, *order[at:]))
     return dataclasses.replace(table, ranks=tuple(ranks))

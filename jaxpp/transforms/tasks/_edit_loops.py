@@ -89,11 +89,11 @@ def edit_loops(
             flat = jaxprs.inline(traced.jaxpr, lambda e: jaxprs.contains(e, _loop.is_loop))
             jaxpr, consts, trees = _edited(flat, rule, who, has_aux)
             results = jaxprs.run(jaxpr, *consts, *traced.inputs)
-        own = len(flat.jaxpr.outvars)
-        result = traced.rebuild(results[:own])
+        count = len(flat.jaxpr.outvars)
+        result = traced.rebuild(results[:count])
         if not has_aux:
             return result
-        rest = iter(results[own:])
+        rest = iter(results[count:])
         return result, {
             name: jtu.tree_unflatten(tree, list(itertools.islice(rest, tree.num_leaves)))
             for name, tree in trees.items()
@@ -153,8 +153,8 @@ def _edited(
 def _check(edited: Loop, before: Collection[Task]) -> None:
     """Checks an edited loop as `schedule` checks its own, and that its new tasks do something."""
     who, table = edited._who, edited.table
-    each = (Task(*key, i) for key in edited.tasks for i in range(table.num_microbatches))
-    lacking = next((t for t in each if t not in table.tasks and not t.kind.of_stage), None)
+    expected = (Task(*key, i) for key in edited.tasks for i in range(table.num_microbatches))
+    lacking = next((t for t in expected if t not in table.tasks and not t.kind.of_stage), None)
     if lacking:
         raise schedules.ScheduleError(
             f"{who} leaves {lacking.describe()} out of the table; each task runs for every "
@@ -192,13 +192,13 @@ def _check_of_stage(edited: Loop, task: Eqn) -> None:
             f"{who} lets {key}, which is of its stage, have an effect, such as a print: how often "
             f"it runs is the table's choice; let a task of a microbatch have it."
         )
-    made, handed = {*task.outvars}, _loop.handed_on(task)
-    read = {t.params["key"]: made.intersection(t.invars) for t in loop.tasks}
-    windows = [(own.kind.makes or own.kind, window) for own, window in loop.table.windows.items()]
+    results, handed = {*task.outvars}, _loop.handed_on(task)
+    read = {t.params["key"]: results.intersection(t.invars) for t in loop.tasks}
+    windows = [(t.kind.makes or t.kind, window) for t, window in loop.table.windows.items()]
     there = {t for kind, window in windows if kind == key.kind for t in window}
     for other in itertools.chain(*loop.table.ranks):
-        own = read.get(_loop.Key(other.kind, other.stage))
-        if own and (other.stage != key.stage or not (other in there or own <= handed.keys())):
+        values = read.get(_loop.Key(other.kind, other.stage))
+        if values and (other.stage != key.stage or not (other in there or values <= handed.keys())):
             raise schedules.ScheduleError(
                 f"{who} lets {other.describe()} read what {key} makes, but no {key.kind} of that "
                 f"stage comes before it; add one to the table, or let it read another value."

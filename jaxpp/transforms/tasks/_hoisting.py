@@ -27,10 +27,10 @@ def hoist(loop: ScheduledLoop) -> ScheduledLoop:
     rest = loop.with_equations(pair for pair, o in zip(loop.grouped, out, strict=True) if not o)
     read = rest.read()
     outputs = [v for e, o in zip(loop.eqns, out, strict=True) if o for v in e.outvars if v in read]
-    made = jaxprs.needed([e for e in loop.eqns if not e.effects], outputs)
-    made, known = _merge_equal(made)
+    needed = jaxprs.needed([e for e in loop.eqns if not e.effects], outputs)
+    needed, known = _merge_equal(needed)
     outputs = list(dict.fromkeys(map(known, outputs)))
-    hoisted = jaxprs.part(made, outputs)
+    hoisted = jaxprs.part(needed, outputs)
     operands = [loop.outside[v] for v in hoisted.inputs]
     before, results = jaxprs.inline_body(hoisted.jaxpr, operands)
     return rest.renamed(
@@ -84,9 +84,9 @@ class _Invariance:
             return inner, results
         before = jaxprs.needed([e for e in inner if not e.effects], worth)
         after = [e for e in inner if not any(e is b for b in before)]
-        made = set(jaxprs.results_of(after))
+        results_after = set(jaxprs.results_of(after))
         pairs = list(zip(eqn.outvars, results, strict=True))
-        kept = [(v, r) for v, r in pairs if not jaxprs.is_literal(r) and r in made]
+        kept = [(v, r) for v, r in pairs if not jaxprs.is_literal(r) and r in results_after]
         part = jaxprs.part(after, [r for _, r in kept])
         jaxpr = _compat.with_closed_type(part.jaxpr, eqn.params["jaxpr"])
         checkpoint = eqn.replace(
@@ -131,9 +131,9 @@ def _merge_equal(eqns: Sequence[Eqn]) -> tuple[list[Eqn], jaxprs.Substitution]:
     first: dict[Any, Eqn] = {}
 
     def rule(eqn):
-        one = jaxprs.part([eqn], eqn.outvars)
+        single = jaxprs.part([eqn], eqn.outvars)
         # The loop may still be differentiated: calls with other derivative rules are not equal.
-        key = jaxprs.structure(one.jaxpr, differentiable=True), one.inputs
+        key = jaxprs.structure(single.jaxpr, differentiable=True), single.inputs
         same = first.setdefault(key, eqn)
         return None if same is eqn else ([], same.outvars)
 

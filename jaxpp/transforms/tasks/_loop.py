@@ -272,7 +272,7 @@ class ScheduledLoop:
         self, grouped: Iterable[Grouped], known: jaxprs.Substitution, **changes: Any
     ) -> "ScheduledLoop":
         """Replaces the equations by others, and its results by what is known of them."""
-        outs, ys = (tuple(map(known, own)) for own in (self.carry_outs, self.ys))
+        outs, ys = (tuple(map(known, variables)) for variables in (self.carry_outs, self.ys))
         return self.with_equations(grouped, carry_outs=outs, ys=ys, **changes)
 
     def rewritten(self, rule: Callable[[Eqn], jaxprs.Replacement | None]) -> "ScheduledLoop":
@@ -292,8 +292,8 @@ class ScheduledLoop:
         it stays as it is.
         """
         outvars, after = [], []
-        for old, own, join in zip(self.outvars, parts, joins, strict=False):
-            new = [old] if join is None else list(map(jaxprs.fresh_var, own))
+        for old, carries, join in zip(self.outvars, parts, joins, strict=False):
+            new = [old] if join is None else list(map(jaxprs.fresh_var, carries))
             after += [] if join is None else jaxprs.splice(join, new, [old])
             outvars += new
         return dataclasses.replace(
@@ -308,7 +308,7 @@ class ScheduledLoop:
         """Writes the body as a jaxpr, the task in front of each equation, and what is around it."""
         inputs = {"constants": self.consts, "carries": self.carries, "slices": self.xs}
         lines = [f"{self.length} microbatches{', the last first' if self.reverse else ''}"]
-        lines += [", ".join(f"{name}: {len(own)}" for name, own in inputs.items())]
+        lines += [", ".join(f"{name}: {len(variables)}" for name, variables in inputs.items())]
         for where, eqns in (("before", self.before), ("after", self.after)):
             if eqns:
                 lines += [
@@ -389,8 +389,8 @@ class ScheduledLoop:
         for task in self.tasks:
             key, jaxpr = task.params["key"], task.params["jaxpr"]
             maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-            for made, v in zip(task.outvars, jaxpr.jaxpr.outvars, strict=True):
-                if made in ordered:
+            for result, v in zip(task.outvars, jaxpr.jaxpr.outvars, strict=True):
+                if result in ordered:
                     eqn = None if jaxprs.is_literal(v) else maker.get(v)
                     line = "" if eqn is None else _compat.at_source_line(eqn)
                     found[key] = found.get(key) or line
@@ -408,19 +408,19 @@ def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
     source = dict(zip(inputs, forward.invars, strict=True))
     carries, results = {*loop.carries}, {*loop.outputs}
     lost = jaxprs.descendants(eqns, jaxprs.results_of(e for e in eqns if e.effects))
-    stale = jaxprs.descendants(eqns, [v for v, own in source.items() if own in carries])
+    stale = jaxprs.descendants(eqns, [v for v, start in source.items() if start in carries])
     outputs = []
-    for v, made in zip(jaxpr.jaxpr.outvars, forward.outvars, strict=True):
+    for v, result in zip(jaxpr.jaxpr.outvars, forward.outvars, strict=True):
         if jaxprs.is_literal(v) or v not in lost:
-            again = made not in results and (jaxprs.is_literal(v) or v not in stale)
-            outputs.append((v, made if again else jaxprs.fresh_var(made)))
+            again = result not in results and (jaxprs.is_literal(v) or v not in stale)
+            outputs.append((v, result if again else jaxprs.fresh_var(result)))
     others = (t for t in loop.tasks if t.params["key"].stage == key.stage)
-    if not {made for _, made in outputs} & {v for t in others for v in t.invars}:
+    if not {result for _, result in outputs} & {v for t in others for v in t.invars}:
         return None
     if any(e.effects for e in eqns):
-        own = [e for e in eqns if not (e.effects or lost & set(jaxprs.variables(e.invars)))]
-        jaxpr, inputs, _ = jaxprs.part(own, [v for v, _ in outputs], str(key))
-    again = [made for _, made in outputs]
+        kept = [e for e in eqns if not (e.effects or lost & set(jaxprs.variables(e.invars)))]
+        jaxpr, inputs, _ = jaxprs.part(kept, [v for v, _ in outputs], str(key))
+    again = [result for _, result in outputs]
     return make_task(key, jaxpr, [source[v] for v in inputs], again, forward.params["recomputes"])
 
 
@@ -429,7 +429,7 @@ def handed_on(task: Eqn) -> dict[Var, Var]:
     inside = task.params["jaxpr"].jaxpr
     read = dict(zip(inside.invars, jaxprs.variables(task.invars), strict=True))
     pairs = zip(task.outvars, inside.outvars, strict=True)
-    return {v: read[own] for v, own in pairs if not jaxprs.is_literal(own) and own in read}
+    return {v: read[out] for v, out in pairs if not jaxprs.is_literal(out) and out in read}
 
 
 def is_loop(eqn) -> bool:
@@ -483,8 +483,8 @@ def operand_stages(eqn) -> dict[Var, frozenset[int]]:
     for atom, (v, d) in zip(eqn.invars, loop.operands, strict=False):
         if v in readers and not jaxprs.is_literal(atom):
             directions = range(loop.num_directions) if d is None else [d]
-            own = {loop.stage_number(stage, d) for stage in readers[v] for d in directions}
-            stages[atom] = stages.get(atom, frozenset()) | own
+            reading = {loop.stage_number(stage, d) for stage in readers[v] for d in directions}
+            stages[atom] = stages.get(atom, frozenset()) | reading
     return stages
 
 

@@ -52,16 +52,16 @@ class OpenTask:
     def reading_instead(self, new: Mapping[Var, Var]) -> "OpenTask":
         """Reads other variables of the body in place of some."""
         inputs, known = dict[Var, Var](), jaxprs.Substitution()
-        for v, own in self.inputs.items():
-            if (first := inputs.setdefault(new.get(v, v), own)) is not own:
-                known.of[own] = first
-        outputs = {v: known(own) for v, own in self.outputs.items()}
+        for v, inner in self.inputs.items():
+            if (first := inputs.setdefault(new.get(v, v), inner)) is not inner:
+                known.of[inner] = first
+        outputs = {v: known(inner) for v, inner in self.outputs.items()}
         eqns = tuple(map(known.rename, self.eqns)) if known.of else self.eqns
         return dataclasses.replace(self, inputs=inputs, eqns=eqns, outputs=outputs)
 
     def without(self, variable: Var) -> "OpenTask":
         """Does not read a variable of the body any more."""
-        inputs = {v: own for v, own in self.inputs.items() if v is not variable}
+        inputs = {v: inner for v, inner in self.inputs.items() if v is not variable}
         return dataclasses.replace(self, inputs=inputs)
 
     def giving(self, outputs: Mapping[Var, Atom]) -> "OpenTask":
@@ -74,7 +74,7 @@ class OpenTask:
         return dataclasses.replace(
             self,
             eqns=tuple(map(known.rename, self.eqns)),
-            outputs={v: known(own) for v, own in self.outputs.items()},
+            outputs={v: known(inner) for v, inner in self.outputs.items()},
         )
 
     def additions(self, loop: ScheduledLoop) -> list[tuple[Eqn, Var]]:
@@ -86,7 +86,7 @@ class OpenTask:
             if out in sums and not jaxprs.is_literal(v) and v in maker:
                 carry = sums[out]
                 if loop.folds[carry].name in primitives.ADDS:
-                    own = jaxprs.descendants(self.eqns, [self.inputs[carry]])  # perhaps cast
+                    depends = jaxprs.descendants(self.eqns, [self.inputs[carry]])  # perhaps cast
                     read = jaxprs.variables(maker[v].invars)
-                    found += [(maker[v], o) for o in read if o not in own]
+                    found += [(maker[v], o) for o in read if o not in depends]
         return found

@@ -95,18 +95,18 @@ def sum_cotangents(loop: ScheduledLoop) -> ScheduledLoop:
     def waits(key: Key, other: Key) -> bool:
         """Tells whether a task reads what depends on another one."""
         if other not in behind:
-            made = jaxprs.results_of(e for e, own in loop.grouped if own == other)
-            after = jaxprs.descendants(loop.eqns, made)
-            behind[other] = {own for e, own in loop.grouped if not after.isdisjoint(e.outvars)}
+            results = jaxprs.results_of(e for e, of in loop.grouped if of == other)
+            after = jaxprs.descendants(loop.eqns, results)
+            behind[other] = {of for e, of in loop.grouped if not after.isdisjoint(e.outvars)}
         return key in behind[other]
 
     grouped = []
     for eqn, key in loop.grouped:
         if key is None and eqn.primitive.name == "add_any":
             sources = {owner.get(v) for v in jaxprs.variables(eqn.invars)}
-            makers = {own for own in sources if own and own.kind is Kind.B}
+            makers = {k for k in sources if k and k.kind is Kind.B}
             last = max(makers, default=None, key=in_flow)
-            if last and makers == sources and all(waits(last, own) for own in makers - {last}):
+            if last and makers == sources and all(waits(last, k) for k in makers - {last}):
                 key = owner[eqn.outvars[0]] = last
         grouped.append((eqn, key))
     return loop.with_equations(grouped)
@@ -128,17 +128,17 @@ def place_glue(loop: ScheduledLoop) -> ScheduledLoop:
         """Puts one whose results only leave the loop into the last task it depends on."""
         if repeatable[i]:
             return None
-        own = task_of[i]
-        if own is None:
-            own = task_of[i] = last(near, default=None)
-        if own and in_flow(latest := last(near, default=own)) > in_flow(own):
+        task = task_of[i]
+        if task is None:
+            task = task_of[i] = last(near, default=None)
+        if task and in_flow(latest := last(near, default=task)) > in_flow(task):
             raise ValueError(
                 f"schedule: the `{loop.eqns[i].primitive.name}`"
-                f"{_compat.at_source_line(loop.eqns[i])} of {_task_text(own)} reads a value of "
+                f"{_compat.at_source_line(loop.eqns[i])} of {_task_text(task)} reads a value of "
                 f"{_task_text(latest)}, which comes after it: the loop body is not one forward "
                 f"and one backward pass over the stages."
             )
-        return own
+        return task
 
     flow.up({}, first_reader, lambda *near: first(near))
     flow.down({}, last_source)
@@ -172,8 +172,8 @@ def keep_carries(loop: ScheduledLoop) -> ScheduledLoop:
         first = min(reading, default=None, key=in_flow)
         writer = None if jaxprs.is_literal(out) else owner.get(out)
         if first and writer is None and out is not carry:
-            writer, outs[i] = first, (made := jaxprs.fresh_var(carry))
-            grouped += [(e, writer) for e in jaxprs.splice(jnp.copy, [out], [made])]
+            writer, outs[i] = first, (copied := jaxprs.fresh_var(carry))
+            grouped += [(e, writer) for e in jaxprs.splice(jnp.copy, [out], [copied])]
         is_last = writer is not None and reading <= {writer} and carry not in loop.ys
         if writer is None or is_last or (first and in_flow(first) < in_flow(writer)):
             continue
@@ -253,7 +253,7 @@ def _carried_apart(
 
 def _write(loop: ScheduledLoop) -> tuple[list[Eqn], list[Atom]]:
     """Makes the equations of the tasks, and the variables of the results of a microbatch."""
-    made = set(jaxprs.results_of(loop.eqns))
+    computed = set(jaxprs.results_of(loop.eqns))
     results = list(loop.outputs)
     #: The numbers of the results that are a variable; those that no equation makes leave with the
     #: last forward.
@@ -262,7 +262,7 @@ def _write(loop: ScheduledLoop) -> tuple[list[Eqn], list[Atom]]:
     for n, v in enumerate(results):
         if n < len(loop.carries) and v is loop.carries[n]:
             continue
-        if jaxprs.is_literal(v) or v not in made:
+        if jaxprs.is_literal(v) or v not in computed:
             loose.append(n)
         else:
             given.setdefault(v, []).append(n)

@@ -78,16 +78,16 @@ def of_rows(eqn: Eqn, after: Sequence[Eqn], scheduled: Callable[..., list[Eqn]])
     rows = _ReplicaRows(
         eqn.params["length"], known, flat.jaxpr.invars[len(constants) + num_consts :]
     )
-    rows.add([e for own in flat.eqns for e in (of_loop if own is loop else [own])])
+    rows.add([e for inner in flat.eqns for e in (of_loop if inner is loop else [inner])])
     results = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
-    made = {v: rows.of(result) for v, result in results.items()}
+    in_rows = {v: rows.of(result) for v, result in results.items()}
     for merge in after:
         if (how := called_as(merge, "merge_")) in _ROW_BY_ROW:
             result: Any = results.get(jaxprs.variables(merge.invars)[0])
             if result in loop.outvars and (part := _linear(of_loop, result)):
                 combine = functools.partial(_combined, part.jaxpr, how)
-                made |= zip(merge.outvars, rows.record(combine, part.inputs), strict=True)
-    return jaxprs.with_results(rows.eqns, list(made.values()), list(made))
+                in_rows |= zip(merge.outvars, rows.record(combine, part.inputs), strict=True)
+    return jaxprs.with_results(rows.eqns, list(in_rows.values()), list(in_rows))
 
 
 def _linear(of_loop: Sequence[Eqn], result: Atom) -> jaxprs.Part | None:
@@ -142,9 +142,9 @@ class _ReplicaRows:
             return is_loop(e), not self._varying.isdisjoint(e.outvars)
 
         for (scheduled, depends), group in itertools.groupby(eqns, kind):
-            part = jaxprs.part(own := list(group), jaxprs.results_of(own))
+            part = jaxprs.part(members := list(group), jaxprs.results_of(members))
             if scheduled:
-                results = self._loop(*own)
+                results = self._loop(*members)
             elif depends:
                 axes = [0 if v in self._varying else None for v in part.inputs]
                 results = self.record(
@@ -152,7 +152,7 @@ class _ReplicaRows:
                 )
             else:
                 results = self.record(functools.partial(jaxprs.run, part.jaxpr), part.inputs)
-            self._known.of.update(zip(jaxprs.results_of(own), results, strict=True))
+            self._known.of.update(zip(jaxprs.results_of(members), results, strict=True))
 
     def _loop(self, eqn: Eqn) -> list[Atom]:
         """Adds a scheduled loop; its constants are those of all replicas."""

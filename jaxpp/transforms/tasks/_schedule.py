@@ -16,7 +16,6 @@ from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import _loop, _replicas, _write
 from jaxpp.transforms.tasks._edit import Loop
-from jaxpp.transforms.tasks._gather import gather
 from jaxpp.transforms.tasks._loop import ScheduledLoop
 from jaxpp.transforms.tasks._partition import STAGE_PASSES, TABLE_PASSES, partition
 from jaxpp.transforms.tasks._read import read_loop
@@ -227,19 +226,19 @@ def _scheduled(
     if any(map(is_microbatch_loop, live.eqns)):
         flat = live
     trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
-    made: set[Var] = set()
+    combined: set[Var] = set()
     numbers = itertools.count()
 
     def rule(eqn: Eqn) -> jaxprs.Replacement | None:
         if not is_microbatch_loop(eqn):  # what combined rows of replicas is made already
-            return None if made.isdisjoint(eqn.outvars) else ([], eqn.outvars)
-        own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
+            return None if combined.isdisjoint(eqn.outvars) else ([], eqn.outvars)
+        loop_schedule = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
         noted = functools.partial(note, next(numbers))
-        scheduled = functools.partial(_loop_equations, schedule=own, note=noted)
+        scheduled = functools.partial(_loop_equations, schedule=loop_schedule, note=noted)
         if not _replicas.is_replicas(eqn):
             return scheduled(eqn), eqn.outvars
         rows = _replicas.of_rows(eqn, flat.eqns, scheduled)
-        made.update(jaxprs.results_of(rows))
+        combined.update(jaxprs.results_of(rows))
         return rows, eqn.outvars
 
     return jaxprs.rewrite(flat, rule)
@@ -262,8 +261,24 @@ def _loop_equations(
     first = next((e for e, key in loop.grouped if key and _compat.source_line(e)), eqn)
     loop = partition(loop)
     check(repr(schedule), loop)
-    loop = gather(Loop(loop, "schedule"))._loop
+    loop = _gather(Loop(loop, "schedule"))._loop
     return _write.write(loop, _compat.at_line_of(eqn, first), join_rows)
+
+
+def _gather(loop: Loop) -> Loop:
+    """Lets the tasks of each stage that has a `G` read the constants that it gathers.
+
+    It is a rule, as others write them by `jaxpp.extend`.
+    """
+    for stage in sorted({t.stage for t in loop.table.tasks if (t.kind.makes or t.kind) == Kind.G}):
+        read = [v for v in loop.constants if any(key.stage == stage for key in v.readers)]
+        if read:
+            loop, gathered = loop.insert(Kind.G, stage, lambda *whole: whole, read)
+            for key in dict.fromkeys(k for v in read for k in v.readers if k.stage == stage):
+                pairs = [p for p in zip(read, gathered, strict=True) if key in p[0].readers]
+                old, new = zip(*pairs, strict=True)
+                loop = loop.read(key, new, of=old)
+    return loop
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:

@@ -41,21 +41,21 @@ def split_backwards(loop: ScheduledLoop) -> ScheduledLoop:
     backwards = {key for _, key in opened if key is not None and key.kind is Kind.I}
     for key in sorted(backwards, key=in_flow):
         numbers = [i for i, (_, other) in enumerate(opened) if other == key]
-        own = [opened[i][0] for i in numbers]
-        wanted = [v for e in own for v in e.outvars if readers.get(v, set()) - {key}]
-        made = set(jaxprs.results_of(own))
+        eqns = [opened[i][0] for i in numbers]
+        wanted = [v for e in eqns for v in e.outvars if readers.get(v, set()) - {key}]
+        results = set(jaxprs.results_of(eqns))
         while True:
-            halves = _halves(own, wanted)
-            first = (e for each in halves for e, late in each if not late)
+            halves = _halves(eqns, wanted)
+            first = (e for half in halves for e, late in half if not late)
             read = jaxprs.operands_of(first)
             outs = [becomes[v] for v in loop.carries if v in read]
-            more = [v for v in jaxprs.variables(outs) if v in made and v not in wanted]
+            more = [v for v in jaxprs.variables(outs) if v in results and v not in wanted]
             if not more:
                 break
             wanted += more
         second = key._replace(kind=Kind.W)
-        for i, each in zip(numbers, halves, strict=True):
-            grouped[i] = [(e, second if late else key) for e, late in each]
+        for i, half in zip(numbers, halves, strict=True):
+            grouped[i] = [(e, second if late else key) for e, late in half]
     return _without_constants(loop.with_equations(itertools.chain(*grouped)))
 
 
@@ -157,10 +157,10 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Eqn], list[Eqn]]:
     params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     becomes = [(scan.carries[j], scan.carry_outs[j]) for j in mine]
     run, inputs = scan_of(first, dict(becomes), scan.xs, [*my_ys, *crossing], **params)
-    mine_eqns, made = jaxprs.record(run, [outer[v] for v in inputs])
+    mine_eqns, values = jaxprs.record(run, [outer[v] for v in inputs])
     named = results(mine, True)
-    outer.update(zip(crossing, made[len(named) :], strict=True))
-    mine_eqns = jaxprs.with_results(mine_eqns, made[: len(named)], named)
+    outer.update(zip(crossing, values[len(named) :], strict=True))
+    mine_eqns = jaxprs.with_results(mine_eqns, values[: len(named)], named)
     becomes = [(scan.carries[j], scan.carry_outs[j]) for j in others]
     run, inputs = scan_of(second, dict(becomes), [*scan.xs, *crossing], other_ys, **params)
     return mine_eqns, jaxprs.splice(run, [outer[v] for v in inputs], results(others, False))

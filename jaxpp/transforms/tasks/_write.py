@@ -46,8 +46,8 @@ def write(
             _accumulators.folded(f) if f else first_of for f in map(loop.folds.get, loop.carries)
         ]
         joins += [join_rows or row_by_direction(loop)] * len(loop.ys)
-        for own, join, result in zip(parts, joins, results, strict=True):
-            after += jaxprs.splice(join, own, [result])
+        for terms, join, result in zip(parts, joins, results, strict=True):
+            after += jaxprs.splice(join, terms, [result])
         results = list(itertools.chain(*parts))
     bind = functools.partial(loop_p.bind, **loop.params)
     return [*before, *jaxprs.splice(bind, operands, results, source), *after, *loop.after]
@@ -80,8 +80,8 @@ def row_by_direction(loop: ScheduledLoop) -> Callable[..., Any]:
             results = [rows.reshape(-1, *rows.shape[2:]) for rows in results]
         first, *others = results
         for direction, rows in enumerate(others, 1):
-            own = np.array(taken * loop.replicas) == direction
-            first = jnp.where(own.reshape((-1, *(1,) * (rows.ndim - 1))), rows, first)
+            is_here = np.array(taken * loop.replicas) == direction
+            first = jnp.where(is_here.reshape((-1, *(1,) * (rows.ndim - 1))), rows, first)
         return first
 
     return join
