@@ -126,11 +126,12 @@ class RemoteMpmdMesh(SiteMesh):
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
 
-        Workers that are well keep their compiled programs; the others are replaced. All workers are
-        replaced where ranks have several processes, or transfers go by JAX. `RemoteArray`s from
-        before are lost: load a checkpoint. Other threads that wait for the mesh get an error. Where
-        no rank has failed, it first waits for checkpoints that are being written, each for
-        `start_timeout` at most.
+        Workers that are well keep their compiled programs; the others are replaced, and so is one
+        in which a function of `apply`, or a write, goes on for 5 s more. All workers are replaced
+        where ranks have several processes, or transfers go by JAX. `RemoteArray`s from before are
+        lost: load a checkpoint. Other threads that wait for the mesh get an error. Where no rank
+        has failed, it first waits for checkpoints that are being written, each for `start_timeout`
+        at most.
         """
         with self._group.restarts:
             self._group.check_open()

@@ -192,10 +192,13 @@ class Worker(Process):
         """Makes the process, which has been aborted, fit for work again; it keeps its programs.
 
         All others have been aborted, too, or one would take the end of its connections for a loss.
+        It waits for functions on its ranks: a write must not go on beside the next checkpoint.
 
         Returns:
             Where the others connect to it from now on.
         """
+        with self.changed:
+            self.changed.wait_for(lambda: not self.applying)
         _compat.forget_effects()
         stop_recording(self)
         self.transport.close(timeout=0)

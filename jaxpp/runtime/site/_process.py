@@ -86,8 +86,8 @@ class Process:
         self.changed = threading.Condition()
         #: The failure, once there is one.
         self.end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
-        #: The turn of the next call in order.
-        self.turn = 0
+        #: The turn of the next call in order, and how many calls of `apply` are under way.
+        self.turn = self.applying = 0
         #: The steps by number, each with its `Loading.lines`; the step that runs, the number of the
         #: last call, and the lines of its step.
         self._steps: dict[int, tuple[Dispatcher, Mapping[str, str]]] = {}
@@ -222,7 +222,14 @@ class Process:
             result = function(self.ranks[rank], *args)
             return Packed.of(result) if isinstance(packed, Packed) else result
 
-        return {rank: self._told(rank, run, rank, packed) for rank, packed in functions.items()}
+        with self.changed:
+            self.applying += 1
+        try:
+            return {rank: self._told(rank, run, rank, packed) for rank, packed in functions.items()}
+        finally:
+            with self.changed:
+                self.applying -= 1
+                self.changed.notify_all()
 
     def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of the user's; raises `Failed` for whatever it raises."""

@@ -11,6 +11,7 @@ import unittest.mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import psutil
 import pytest
 
@@ -20,11 +21,21 @@ pytest.importorskip("ray.core.generated.common_pb2")
 import jaxpp  # noqa: E402
 from benchmarks.faults import TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
+from jaxpp.runtime.checkpoint import _shares  # noqa: E402
 from jaxpp.runtime.site._array import Handles, RemoteArray  # noqa: E402
 from jaxpp.runtime.site._process import Process  # noqa: E402
 from tests.helpers import assert_same, wait_until  # noqa: E402
 from tests.runtime.local.test_mesh import batch, step_of  # noqa: E402
-from tests.runtime.remote.failures.failing import Unmade, begin, command, is_gone, pid_of, pids  # noqa: E402
+from tests.runtime.remote.failures.failing import (  # noqa: E402
+    Unmade,
+    arm,
+    begin,
+    command,
+    fail,
+    is_gone,
+    pid_of,
+    pids,
+)
 
 # ---- other times ----------------------------------------------------------------------------
 
@@ -188,6 +199,38 @@ def test_a_thread_that_waits_for_room_holds_up_no_shutdown():
         mesh.shutdown()
     calling.join(5)
     assert errors and time.monotonic() - began < 40
+
+
+def write_late(process, *seconds):
+    """Lets this process write its next shares of checkpoints only so many seconds later, each."""
+    write, delays = _shares.write_shares, list(seconds)
+
+    def late(*args):
+        time.sleep(delays.pop(0) if delays else 0)
+        write(*args)
+
+    _shares.write_shares = late
+
+
+def test_no_write_goes_on_behind_a_restart(mesh, step, tmp_path):
+    """Else it would write into the next checkpoint of the same step, or fail it."""
+    before, directory = pids(mesh), tmp_path / "checkpoints"
+    *first, _ = step(*begin(), batch(1))
+    *second, _ = step(*begin(), batch(2))
+    expected = jax.device_get(second)
+    mesh.apply(write_late, {0: (2,), 1: (0, 3)})  # the first of rank 0 amid the second
+    with pytest.raises(RankError), ocp.CheckpointManager(directory) as manager:
+        manager.save(7, args=jaxpp.save_args(first))
+        arm(mesh, tmp_path, "raise", rank=1)
+        fail(step)
+    mesh.restart()
+    assert pids(mesh) == before
+    *second, _ = step(*begin(), batch(2))
+    with ocp.CheckpointManager(directory) as manager:
+        manager.save(7, args=jaxpp.save_args(second))
+        manager.wait_until_finished()
+        found = manager.restore(7, args=jaxpp.restore_args(second))
+    assert_same(jax.device_get(found), expected)
 
 
 def test_a_restart_beside_a_stopped_worker_keeps_the_others(mesh, step):
