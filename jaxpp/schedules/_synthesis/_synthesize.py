@@ -169,7 +169,8 @@ def synthesize(
     (30.0, 30.0, 4.0)
     >>> costs, memory = Costs(gather=0.5), Memory(gather=1.0)
     >>> found = synthesize(costs, (0, 1, 0, 1), 2, memory=memory, memory_limit=1.5, gather=True)
-    >>> print(found.windows.held, found.value, *found.table.ranks[0])
+    >>> print(found.windows.held, found.value, *found.table.ranks[0][:6])
+    1 9.5 G0.0 F0.0 G2.0 F2.0 I2.0 W2.0
     """
     check_options(synthesize, options, SearchOptions)
     for name, value in options.items():
