@@ -234,7 +234,8 @@ def count_sends(step: Any, kind: str | None = None) -> int:
 #: The way out where only rounding differs.
 _ADAM = (
     " An optimizer that divides by the size of a gradient, as Adam does, magnifies rounding where "
-    "that is near 0: compare gradients, or steps of SGD; jaxpp.certify compares without tolerances."
+    "that is near 0: compare gradients, or steps of SGD; jaxpp.certify(step, *args) needs no "
+    "tolerances."
 )
 
 

@@ -68,7 +68,7 @@ class Plan(Candidate, _files.JsonFile):
 
         def name_of(first: int) -> str:
             before = next(filter(None, reversed(own.names[:first])), "")
-            return own.names[first] or (before and f"behind the start of {before}")
+            return own.names[first] or (before and f"inside {before}")
 
         names = tuple(map(name_of, firsts)) if own.names else ()
         return UnitCuts(own.crossing, own.at_least, firsts, names)

@@ -573,7 +573,7 @@ def test_a_plan_names_the_layers_of_a_dictionary(loss_fn):
     assert layers == planned_layers
     if loss_fn is of_lists:  # pieces of layers, some of which read no parameter
         fine = jaxpp.plan(loss_fn, params, jnp.ones((16, 8)), at_least=32, **options)
-        assert re.search(r"\(behind the start of blocks\.\d\.scale\)", str(fine))
+        assert re.search(r"\(inside blocks\.\d\.scale\)", str(fine))
 
 
 def test_the_marks_of_a_function_do_not_count_for_a_plan_of_it():
