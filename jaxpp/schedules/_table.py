@@ -358,6 +358,8 @@ class Table:
     def fused(self, which: str) -> frozenset[Task]:
         """Returns the tasks that `jaxpp.place(fuse=)` joins with the one before them on their rank.
 
+        `place` leaves two tasks apart with work between them; the text of a step shows it.
+
         Args:
           which: `"none"`, `"pairs"`, those that overlap, or `"chains"`, also those that have no
             message between them.

@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.extend.core as jex
+import jax.tree_util as jtu
 
 from jaxpp import _compat, jaxprs
 from jaxpp.jaxprs import Eqn, Var
@@ -85,7 +86,7 @@ def _places_in_scopes(
                 f"{len(found)} scans over layers ({lines}); give each a scope of its own."
             )
         elif not found and not _part(name, model, arrays):
-            if layer := _modules.layer_at(model, name.replace("[", ".").rstrip("]")):
+            if layer := _modules.layer_at(model, _dotted(name)):
                 found = [stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)]
         if found:
             places[name] = found[0].place_of(int(match[2]), match[1])
@@ -94,9 +95,24 @@ def _places_in_scopes(
 
 def _part(name: str, model: Any, arrays: Sequence[Var]) -> set[Var]:
     """Finds the arrays of the part of the model that a path names."""
-    path = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", name).strip(".")
-    named = zip(_modules.array_paths(model), arrays, strict=False)
-    return {v for other, v in named if f"{other}.".startswith(f"{path}.")}
+    written, dotted = name.replace('"', "'"), _dotted(name)
+    leaves = [p for p, x in jtu.tree_leaves_with_path(model) if jaxprs.is_array(x)]
+    parts: dict[str, set[Var]] = {}
+    for path, var in zip(leaves, arrays, strict=False):
+        for part in itertools.accumulate((key,) for key in path):
+            if dotted == jtu.keystr(part, simple=True, separator="."):
+                parts.setdefault(jtu.keystr(part), set()).add(var)
+    if len(parts) > 1 and written not in parts:
+        raise ValueError(
+            f"split_stages: at= has {name!r}, which names {' and '.join(parts)} of the first "
+            f"argument; give one of these."
+        )
+    return parts.get(written) or next(iter(parts.values()), set())
+
+
+def _dotted(path: str) -> str:
+    """Writes a path with dots alone."""
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
 
 
 def _first_reader(

@@ -728,6 +728,25 @@ def layers_of(split, tree):
     ]
 
 
+def test_a_path_that_is_of_two_parts_is_refused_and_its_brackets_say_which():
+    tree = {"a": [jnp.eye(4) * n for n in (1, 2, 3)], "a.2": jnp.eye(4)}
+
+    def fun(tree, x):
+        for w in (tree["a"][0], tree["a.2"], *tree["a"][1:]):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    def layers(at):
+        text = jaxpp.stages_as_text(jaxpp.split_stages(fun, at=[at]), tree, jnp.ones((2, 4)))
+        return [line.split()[1] for line in text.splitlines()[1:]]
+
+    assert layers('["a.2"]') == ["a.0", "a.1-2"]
+    assert layers('["a"][2]')[1] == "a.2"
+    for at in ("a.2", "a[2]"):
+        with pytest.raises(ValueError, match=r"names \['a'\]\[2\] and \['a.2'\] of the first"):
+            layers(at)
+
+
 @pytest.mark.parametrize("at", [["blocks.1", "blocks.3"], ["blocks[1]", '["blocks"][3]']])
 def test_cuts_at_parts_of_a_dictionary(at, assert_same):
     split = jaxpp.split_stages(of_tree, at=at)
