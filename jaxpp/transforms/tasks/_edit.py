@@ -355,13 +355,16 @@ class Loop:
         Args:
             change: gives the new order of a rank's tasks. It may add tasks of kinds of your own.
         """
-        orders = [change(tasks) if callable(change) else change for tasks in self.table.ranks]
-        if wrong := [own for own in orders if not isinstance(own, Iterable)]:
+        wrong, ranks = [change], ()
+        if callable(change):
+            found = map(change, self.table.ranks)
+            ranks = tuple(tuple(own) if isinstance(own, Iterable) else (own,) for own in found)
+            wrong = [own for own in itertools.chain(*ranks) if not isinstance(own, Task)]
+        if wrong:
             raise self._error(
                 f"orders tasks by {wrong[0]!r}; give Loop.order a function that takes the tasks of "
                 f"a rank and returns those of its new order."
             )
-        ranks = tuple(map(tuple, orders))
         before, now = (
             {pair for order in orders for pair in itertools.pairwise(order)}
             for orders in (self.table.ranks, ranks)

@@ -464,6 +464,14 @@ def ordered_by_none(loop):
     return loop.order(None)
 
 
+def ordered_by_lists(loop):
+    return loop.order([[], []])
+
+
+def ordered_by_a_number(loop):
+    return loop.order(lambda tasks: [*tasks, 1])
+
+
 def gathers_again(loop):
     def change(tasks):
         return [Task(Kind.H, tasks[0].stage, 0), *tasks]
@@ -589,6 +597,8 @@ def adds_a_result(loop):
         (before_no_task, "inserts K0 before I0, which the table does not have"),
         (before_a_number, "inserts K0 before 5, which the table does not have"),
         (ordered_by_none, "orders tasks by None; give Loop.order a function that takes the tasks"),
+        (ordered_by_lists, r"orders tasks by \[\[\], \[\]\]; give Loop.order a function"),
+        (ordered_by_a_number, "orders tasks by 1; give Loop.order a function that takes the tasks"),
         (gathers_again, r"puts H.stage 0, microbatch 0. into the table, and no G0 .* Loop.insert"),
         (
             gathers_in_a_circle,
