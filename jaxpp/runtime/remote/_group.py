@@ -354,7 +354,12 @@ class Pending:
             Exception: what the method has raised on a worker, which goes on.
             RankError: a worker has failed.
         """
-        outcomes = {w: self._outcome(w, reference) for w, reference in self.references.items()}
+        try:
+            outcomes = {w: self._outcome(w, reference) for w, reference in self.references.items()}
+        except BaseException:
+            for reference in self.references.values():
+                reference.future()  # else Ray prints the errors that nobody gets
+            raise
         for _, error in outcomes.values():
             if error is not None:
                 raise error
