@@ -47,7 +47,9 @@ def one_run(bench: faults.Bench, number: int) -> dict[str, Any]:
     fault = faults.Fault.random(number, bench.mesh.num_ranks)
     row: dict[str, Any] = {"number": number, "kind": fault.kind, "rank": fault.rank}
     try:
-        with tempfile.TemporaryDirectory() as folder, faults.deadline(_LIMIT.value):
+        # After Ctrl-C in the `close` of a manager its save goes on, as in Orbax, and makes files.
+        kept = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        with kept as folder, faults.deadline(_LIMIT.value):
             found = faults.run_with_fault(bench, fault, pathlib.Path(folder), number)
     except faults.Hang as error:
         return row | {"failed": "hangs", "why": str(error)}
