@@ -11,7 +11,7 @@ from jaxpp.schedules._table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """How long ranks hold gathered parameters, and whole sums: what `synthesize` and plans choose.
+    """The time for which ranks hold gathered parameters, and whole sums: a choice of plans.
 
     Args:
       held: of how many stages a rank holds gathered parameters at once, as in `Gather`; None where

@@ -161,12 +161,13 @@ def test_batches_that_were_to_be_loaded_before_a_restart_are_not_loaded_after_it
     assert_same(found, again)
 
 
-def test_a_thread_that_waits_for_room_holds_up_no_restart(mesh, step):
+def assert_held_up_no_longer(mesh, end, words):
+    """Ends what a thread waits for, in a call that waits for room: it has an error soon."""
     fed, errors = jaxpp.place(step_of(), mesh, feed={3: Batches()}), []
     fed(*begin(), 0.0)
 
     def call():
-        with pytest.raises(RuntimeError, match="restarted meanwhile") as caught:
+        with pytest.raises(RuntimeError, match=words) as caught:
             for _ in range(8):
                 fed(*begin(), 60.0)
         errors.append(caught.value)
@@ -175,30 +176,18 @@ def test_a_thread_that_waits_for_room_holds_up_no_restart(mesh, step):
     calling.start()
     time.sleep(1)
     began = time.monotonic()
-    mesh.restart()
+    end()
     calling.join(5)
     assert errors and time.monotonic() - began < 40
+
+
+def test_a_thread_that_waits_for_room_holds_up_no_restart(mesh, step):
+    assert_held_up_no_longer(mesh, mesh.restart, "restarted meanwhile")
 
 
 def test_a_thread_that_waits_for_room_holds_up_no_shutdown():
-    errors = []
     with jaxpp.RemoteMpmdMesh((2,)) as mesh:
-        fed = jaxpp.place(step_of(), mesh, feed={3: Batches()})
-        fed(*begin(), 0.0)
-
-        def call():
-            with pytest.raises(RuntimeError, match="shut down") as caught:
-                for _ in range(8):
-                    fed(*begin(), 60.0)
-            errors.append(caught.value)
-
-        calling = threading.Thread(target=call)
-        calling.start()
-        time.sleep(1)
-        began = time.monotonic()
-        mesh.shutdown()
-    calling.join(5)
-    assert errors and time.monotonic() - began < 40
+        assert_held_up_no_longer(mesh, mesh.shutdown, "shut down")
 
 
 def write_late(process, *seconds):
