@@ -358,7 +358,8 @@ class Table:
     def fused(self, which: str) -> frozenset[Task]:
         """Returns the tasks that `jaxpp.place(fuse=)` joins with the one before them on their rank.
 
-        `place` leaves two tasks apart with work between them; the text of a step shows it.
+        It is told from the table alone: `place` leaves two tasks apart with work between them, and
+        has no halves of a backward without a gradient of its input. The text of a step is exact.
 
         Args:
           which: `"none"`, `"pairs"`, those that overlap, or `"chains"`, also those that have no

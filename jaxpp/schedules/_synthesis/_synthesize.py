@@ -156,7 +156,8 @@ def synthesize(
         comes right before its first reader.
       reduce: whether gradients are reduced over replicas: after the last backward of a stage, as by
         `Reduce`, or those of a rank after all its tasks. Then it holds what `memory` has of a
-        reduction all the time. Sums of stages that two ranks have are reduced after all tasks.
+        reduction all the time. Sums of stages that two ranks have are reduced after all tasks, so
+        that with two directions `Reduce` of a schedule of the catalogue may take less.
       **options: how long to search; see `SearchOptions`.
 
     Raises:
